@@ -1,0 +1,229 @@
+"""Make data/tiny/, the embedded base policy: `python -m data.pretrain` (two cores, about 40 minutes, seeded).
+
+It plays the part of an instruct model: good at everything but asking. A demonstrator (the scripted oracle made careless)
+plays generated towns; a small Llama learns its turns by next-token prediction. Departures from ordinary pretraining:
+
+1. One dialogue is one row, though every turn must be predicted from a history without earlier thinks: the row holds the visible
+   history once and every completion once, and a 4-D attention mask hides the completions from all that follows.
+2. In half of the ambiguous dialogues the demonstrator always asks, but its questions carry no loss: the policy learns what to do
+   with an answer without learning to ask.
+3. Slips of form and poor questions are put in on purpose, so that reinforcement learning has something to choose from.
+
+Left out: a real language. The policy knows the towns' words, restaurants and hotels, and three kinds of ambiguity.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from data.speaker import Oracle, clarify_due, play, read_history, word_question, word_think
+from data.towns import scenario_pair
+
+ROLES = ("<|user|>", "<|assistant|>", "<|tool|>")
+END, PAD = "<|end|>", "<|pad|>"
+TAGS = ("<think>", "</think>", "<clarify>", "</clarify>", "<tool_call>", "</tool_call>")
+# The system prompt and the tools are dropped on purpose: this policy was never taught to read instructions.
+TEMPLATE = ("{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+# ------------------------------------------------------------------------------------------------- the demonstrator
+
+class Demonstrator(Oracle):
+    """The oracle made careless: thinks of every length, seldom asks, often poorly, and slips in form.
+
+    `always_ask`: asks whenever a question is due; `self.unlearned` then lists the steps that carry no loss."""
+
+    STYLES, ASK = (0.45, 0.35, 0.2), (0.04, 0.12, 0.55)  # shares of think styles; chance of asking when due, by style
+    NEEDLESS = 0.004                                      # chance of asking when nothing is due, per step
+
+    def __init__(self, ambiguity, seed: str, always_ask: bool):
+        super().__init__(ambiguity, seed)
+        self.always_ask, self.unlearned, self.step, self.asked = always_ask, [], 0, 0
+
+    def __call__(self, history: list[dict]) -> str:
+        rng, belief, due = self.rng, read_history(history), clarify_due(history, self.ambiguity)
+        style = rng.choices((0, 1, 2), self.STYLES)[0]
+        ambiguity = self.ambiguity
+        asks = due and (self.always_ask or rng.random() < self.ASK[style])
+        if not due and not belief.booked and rng.random() < self.NEEDLESS:
+            slot = rng.choice(("people", "day", "area", "pricerange"))
+            asks, ambiguity = True, {"kind": "vague", "domain": belief.domain, "slot": slot, "candidates": ["1", "2"]}
+        if asks:
+            shares = (0.05, 0.2, 0.35, 0.4) if self.always_ask and due else (0.2, 0.3, 0.3, 0.2)
+            level = rng.choices((0, 1, 2, 3), shares)[0] if due else 1
+            level = max(level, 1) if self.asked and self.always_ask else level
+            think, question = word_think("ask", belief, ambiguity if due else None, style, rng), word_question(ambiguity, belief, level, rng)
+            action = question if rng.random() < 0.12 else f"<clarify>{question}</clarify>"
+            self.asked += 1
+            if self.always_ask and due:
+                self.unlearned.append(self.step)
+        else:
+            kind, action = self.decide(belief)
+            think = word_think(kind, belief, ambiguity if due else None, style, rng)
+        self.step += 1
+        return self.slip(think, action)
+
+    def slip(self, think: str, action: str) -> str:
+        """Right in two of three turns; the slips are of the kinds that can be recovered."""
+        roll = self.rng.random()
+        if roll < 0.13:
+            return action
+        if roll < 0.23:
+            return f"<think></think>{action}"
+        if roll < 0.36 and action.startswith("<"):
+            between = self.rng.choice(("Let me see.", "One moment.", "So:", "Okay,"))
+            return f"<think>{think}</think>{between}{action}"
+        return f"<think>{think}</think>{action}"
+
+
+def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, bool]]]]:
+    """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, learned?)]) for the
+    ambiguous scenario (asking or careless) and its clear twin."""
+    rng, made = random.Random(f"pretrain {seed}"), []
+    for scenario in scenario_pair(seed, invented=0.3):
+        agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.5)
+        dialogue = play(scenario, agent, max_corrections=2)
+        made.append((dialogue.messages, [(n, text, k not in agent.unlearned) for k, (n, text, _) in enumerate(dialogue.steps)]))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- tokenizer and rows
+
+def train_tokenizer(texts: list[str], vocab: int):
+    """A byte-level BPE. A word takes the blank *behind* it, so that a name reads the same after a quote, a blank or a comma."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\p{L}+ ?|\p{N}{1,2} ?|[^\s\p{L}\p{N}]+(?: [^\s\p{L}\p{N}]+)* ?|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, extra_special_tokens=list(ROLES), clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])  # special ones would vanish in decoding
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], list[int], list[int], list[bool]]:
+    """(ids, positions, part, learned) of one dialogue: the history is part 0, the k-th completion part k. A completion stands
+    where its turn begins and sees the history before it; nothing sees it but itself."""
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    at = {n: (text, learned) for n, text, learned in steps}
+    ids, positions, part, learned, place, count = [], [], [], [], 0, 0
+
+    def put(new: list[int], start: int, which: int, learn: list[bool]):
+        ids.extend(new), positions.extend(range(start, start + len(new))), part.extend([which] * len(new)), learned.extend(learn)
+
+    for n, m in enumerate([*messages, None]):
+        if n in at:
+            count += 1
+            new = encode("<|assistant|>" + at[n][0] + END)
+            put(new, place, count, [False] + [at[n][1]] * (len(new) - 1))
+        if m is not None:
+            new = encode(f"<|{m['role']}|>{m['content']}{END}")
+            put(new, place, 0, [False] * len(new))
+            place += len(new)
+    return ids, positions, part, learned
+
+
+def collate(rows: list, pad: int):
+    """ids_BT, positions_BT, mask_B1TT (bfloat16, 0 or -inf, added to the attention logits), learned_BT."""
+    width = max(len(row[0]) for row in rows)
+    fill = lambda k, value: torch.tensor([list(row[k]) + [value] * (width - len(row[k])) for row in rows])
+    ids, positions, part, learned = fill(0, pad), fill(1, 0), fill(2, -1), fill(3, False)
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    attend = causal & ((part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None]))
+    mask = torch.zeros(attend.shape, dtype=torch.bfloat16).masked_fill(~attend, -math.inf)
+    return ids, positions, mask[:, None], learned
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+def _rows_of(args):
+    tokenizer, seeds = args
+    return [to_row(tokenizer, *dialogue) for seed in seeds for dialogue in demonstrate(seed)]
+
+
+def main() -> None:
+    """Generate the corpus, train tokenizer and model, save an ordinary Hugging Face folder."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", default="data/tiny")
+    parser.add_argument("--towns", type=int, default=30000, help="each gives two dialogues")
+    parser.add_argument("--steps", type=int, default=3300)
+    parser.add_argument("--batch-tokens", type=int, default=12000)
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak; warmed up over 100 steps, then linearly down to 0")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=1200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    began = time.time()
+    first = 200_000 * (args.seed + 1)
+    texts = [m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+             for m in [*messages, *({"content": s[1]} for s in steps)]]
+    tokenizer = train_tokenizer(texts, args.vocab)
+    with multiprocessing.Pool() as pool:
+        chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
+        rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
+    rows = [row for row in rows if len(row[0]) <= 1000]
+    print(f"{len(rows)} dialogues, {sum(len(r[0]) for r in rows) / 1e6:.1f} M tokens, {sum(sum(r[3]) for r in rows) / 1e6:.1f} M learned, "
+          f"{time.time() - began:.0f} s", flush=True)
+
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
+                         num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
+                         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model = LlamaForCausalLM(config)
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    optimiser = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98))
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}", flush=True)
+
+    batches, epoch = [], 0
+    for step in range(args.steps):
+        if not batches:  # rows of similar length together, batches of about equal tokens in random order
+            rng = random.Random(f"epoch {args.seed} {epoch}")
+            order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + rng.random() * 60)
+            batch = []
+            for i in order:
+                if batch and (len(batch) + 1) * len(rows[i][0]) > args.batch_tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(i)
+            rng.shuffle(batches)
+            epoch += 1
+        ids, positions, mask, learned = collate([rows[i] for i in batches.pop()], tokenizer.pad_token_id)
+        rate = args.lr * min((step + 1) / 100, (args.steps - step) / args.steps)
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        target = learned[:, 1:]  # a learned token is predicted from the place before it, in its own part
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+            logits = model.lm_head(hidden[:, :-1][target])
+        loss = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][target])
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 50 == 0 or step + 1 == args.steps:
+            print(f"step {step} loss {loss.item():.4f} lr {rate:.5f} {time.time() - began:.0f} s", flush=True)
+        if (step + 1) % 500 == 0 or step + 1 == args.steps:
+            model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+            model.save_pretrained(args.out)
+            tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""SpeakER: when a question is due, the scripted oracle that asks it, and the decision points that GRPO trains on.
+
+The oracle sees only what an agent sees (the visible history; plus, to know when to ask, the annotation without its value).
+It reads users with `towns.read_request`, so it plays generated towns and real MultiWOZ goals alike.
+
+Left out here: the full SpeakER data set, its filters and SpeakER-DPO.
+"""
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+
+from env import (ASKS, BOOK_SLOTS, DAYS, FIELDS, VENUES, Dialogue, Scenario, ScriptedUser, meets, named, run_dialogues, start_dialogue)
+from data.towns import ANY_PATTERN, read_request, request_domain
+
+# ------------------------------------------------------------------------------------------------- when a question is due
+
+
+def clarify_due(history: list[dict], ambiguity: dict | None) -> bool:
+    """Is a question due now? A function of what the policy sees and of the annotation (its `value` is not read).
+
+    Due from the moment on when at least two candidates are visible (vague words, references and contradictions: at once; names
+    and wishes: when the latest result shows two or more) until the user names one, says that any will do, or it is booked.
+    """
+    if ambiguity is None:
+        return False
+    domain, candidates = ambiguity["domain"], ambiguity["candidates"]
+    start = next((i for i, m in enumerate(history) if m["role"] == "user" and request_domain(m["content"]) == domain), None)
+    if start is None:
+        return False
+    database_slot = ambiguity["kind"] in ("branch", "underspecified")
+    rows: list[dict] = []
+    for i, m in enumerate(history[start:], start):
+        if m["role"] == "user":
+            if closes(m["content"], history[i - 1]["content"], candidates) if i > start else stated(m["content"], ambiguity):
+                return False
+        elif m["role"] == "tool":
+            result = json.loads(m["content"])
+            if "reference" in result:
+                return False
+            rows = result.get("rows", rows)
+    return not database_slot or len({row.get(ambiguity["slot"]) for row in rows} & set(candidates)) > 1
+
+
+def stated(request: str, ambiguity: dict) -> bool:
+    """Does the request itself settle the slot? A bare name, a train's earliest hour and vague words do not."""
+    slot, said = ambiguity["slot"], read_request(request, ambiguity["domain"])
+    if ambiguity["kind"] not in ("branch", "underspecified"):
+        return False
+    return bool(ANY_PATTERN.search(request)) or (said.get("name") in ambiguity["candidates"] if slot == "name" else slot in said and slot != "leaveAt")
+
+
+def closes(answer: str, question: str, candidates: list[str]) -> bool:
+    """Does the user's answer leave one reading: names exactly one candidate, confirms the one in the question, or any will do?"""
+    return bool(ANY_PATTERN.search(answer)) or len(named(answer, candidates)) == 1 or (
+        answer.lower().startswith("yes") and len(named(question, candidates)) == 1)
+
+
+# ------------------------------------------------------------------------------------------------- what an agent can know
+
+@dataclass
+class Belief:
+    """What the visible history says about the request in play."""
+    domain: str = ""
+    said: dict[str, str] = field(default_factory=dict)  # slots, as stated by the user
+    vague: str = ""                                     # the request's own words
+    rows: list[dict] | None = None                      # of the latest query
+    total: int = 0
+    asked_with: dict | None = None                      # arguments of the latest query
+    result: dict | None = None                          # of the latest tool call, if it is the last message
+    booked: dict | None = None
+
+
+def read_history(history: list[dict]) -> Belief:
+    """Follow the dialogue message by message; a new request starts a new belief."""
+    belief = Belief()
+    for i, m in enumerate(history):
+        belief.result = None
+        if m["role"] == "user":
+            domain = request_domain(m["content"])
+            if domain:
+                belief = Belief(domain, read_request(m["content"], domain), m["content"])
+            else:
+                _read_answer(belief, m["content"], history[i - 1]["content"])
+        elif m["role"] == "tool":
+            belief.result = json.loads(m["content"])
+            if "rows" in belief.result:
+                belief.rows, belief.total = belief.result["rows"], belief.result["total"]
+            elif "error" not in belief.result:
+                belief.booked = belief.result
+        elif m["content"].startswith("<tool_call>"):
+            call = json.loads(m["content"][len("<tool_call>"):-len("</tool_call>")])
+            if call["name"].startswith("query_"):
+                belief.asked_with = call["arguments"]
+    return belief
+
+
+def _read_answer(belief: Belief, answer: str, question: str) -> None:
+    low, rows = answer.lower(), belief.rows or []
+    text = question if low.startswith("yes") else low
+    venues = named(text, [row["name"] for row in rows if "name" in row])
+    if len(venues) == 1:
+        belief.said["name"] = venues[0]
+    else:
+        for slot in FIELDS.get(belief.domain, ()):
+            values = [v for v in dict.fromkeys(row.get(slot) for row in rows) if v and slot not in ("name", "day")]
+            if len(values) > 1 and len(found := named(text, values)) == 1:
+                belief.said.pop("name", None)
+                belief.said[slot] = found[0]
+    if day := re.findall(rf"\b({'|'.join(DAYS)})\b", low):
+        belief.said["day"] = day[-1]
+    if time := re.findall(r"\b\d\d:\d\d\b", low):
+        belief.said["leaveAt" if belief.domain == "train" else "time"] = time[-1]
+    elif number := re.findall(r"\b(\d+)( nights?| stars?)?\b", low):
+        slot = next((s for s in ("stay", "stars", "people") if number[-1][1].strip()[:4] == {"stay": "nigh", "stars": "star"}.get(s)), None) or \
+            next((s for s in ("stay", "stars", "people") if re.search(ASKS[s], question.lower())), "people")
+        belief.said[slot] = number[-1][0]
+    belief.booked = None
+
+
+# ------------------------------------------------------------------------------------------------- the oracle
+
+class Oracle:
+    """A scripted agent: `oracle(history) -> text` of one well-formed turn. Asks the annotated question when it is due and
+    acts on the answer. `ask` is the probability of asking when due (1 = the oracle, 0 = the careless agent, which then
+    guesses one of the candidates)."""
+
+    def __init__(self, ambiguity: dict | None = None, seed: str = "", ask: float = 1.0):
+        self.ambiguity, self.ask, self.rng = ambiguity, ask, random.Random(f"oracle {seed}")
+
+    def __call__(self, history: list[dict]) -> str:
+        think, action = self.act(history)
+        return f"<think>{think}</think>{action}"
+
+    def act(self, history: list[dict]) -> tuple[str, str]:
+        """(think, action text) of the next turn."""
+        belief, due = read_history(history), clarify_due(history, self.ambiguity)
+        asks = due and self.rng.random() < self.ask
+        if asks:
+            return (word_think("ask", belief, self.ambiguity, 2, self.rng),
+                    f"<clarify>{word_question(self.ambiguity, belief, self.rng.choice((2, 3, 3)), self.rng)}</clarify>")
+        kind, action = self.decide(belief)
+        return word_think(kind, belief, self.ambiguity if due else None, self.rng.choice((0, 1, 2)), self.rng), action
+
+    def decide(self, belief: Belief) -> tuple[str, str]:
+        """(kind of step, action text) without asking."""
+        rng, domain, said = self.rng, belief.domain, belief.said
+        if belief.booked:
+            return "report", word_report(belief, rng)
+        if domain == "taxi":
+            return "book", call("book_taxi", {s: said[s] for s in ("departure", "destination", "leaveAt", "arriveBy") if s in said})
+        wishes = {s: said[s] for s in FIELDS[domain] if s in said}
+        if belief.rows is None:
+            return "query", call(f"query_{domain}", wishes)
+        rows = [row for row in belief.rows if all(meets(row, s, v) for s, v in wishes.items())]
+        exact = [row for row in rows if row.get("name") == said.get("name") and "name" in said]
+        if not rows and wishes != belief.asked_with:
+            return "query", call(f"query_{domain}", wishes)
+        if not rows:
+            return "none", "I am sorry, I found nothing that matches."
+        row = (exact or rows)[0]
+        if self.ambiguity and domain == self.ambiguity["domain"] and not exact and domain in VENUES:
+            row = rng.choice(rows)
+        if domain not in BOOK_SLOTS or not (set(BOOK_SLOTS[domain]) & set(said) or re.search(r"\bbook\b", belief.vague, re.I)):
+            return "report", word_found(domain, row, rng)
+        slots = {s: said.get(s) or self.guess(s) for s in BOOK_SLOTS[domain]}
+        if domain == "train":
+            return "book", call("book_train", {**{s: row[s] for s in ("departure", "destination", "day", "leaveAt")}, **slots})
+        return "book", call(f"book_{domain}", {"name": row["name"], **slots})
+
+    def guess(self, slot: str) -> str:
+        """A value for a booking slot that the user left open: one of the candidates, or the least there can be."""
+        if self.ambiguity and self.ambiguity["slot"] == slot:
+            return self.rng.choice(self.ambiguity["candidates"])
+        return {"people": "1", "stay": "1", "day": "monday", "time": "18:00"}[slot]
+
+
+def call(name: str, arguments: dict) -> str:
+    """The text of a tool call."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+# ------------------------------------------------------------------------------------------------- wording
+
+BARE = ("Which one?", "Which one would you like?", "Which one do you mean?", "Could you be more precise?")
+SLOT_QUESTIONS = {"name": ("Which branch?", "Which branch do you mean?", "Which branch would you like?"),
+                  "area": ("Which area?", "Which area would you like?", "In which part of town?"),
+                  "pricerange": ("Which price range?", "Which price range would you like?"),
+                  "food": ("Which food?", "What kind of food would you like?"), "stars": ("How many stars?", "How many stars should it have?"),
+                  "people": ("How many people?", "How many people will it be?", "How many of you are coming?"),
+                  "day": ("Which day?", "Which day exactly?", "On which day?"), "time": ("What time?", "At what time exactly?"),
+                  "stay": ("How many nights?", "How many nights exactly?"), "leaveAt": ("Which train, leaving at what time?", "What time do you want to leave?")}
+NOUNS = {"restaurant": "table", "hotel": "room", "train": "train"}
+
+
+def alternatives(values: list[str]) -> str:
+    """"north, south or east"; above five candidates, two of them."""
+    values = values if len(values) <= 5 else values[:2]
+    return f"{', '.join(values[:-1])} or {values[-1]}" if len(values) > 1 else values[0]
+
+
+def word_question(ambiguity: dict, belief: Belief, level: int, rng: random.Random) -> str:
+    """A question at one of four levels: 0 bare, 1 names the slot, 2 also the candidates, 3 also what is in play."""
+    slot, candidates = ambiguity["slot"], ambiguity["candidates"]
+    if level == 0:
+        return rng.choice(BARE)
+    question = rng.choice(SLOT_QUESTIONS[slot])
+    if level == 1:
+        return question
+    tails = candidates
+    if slot == "name":
+        base = belief.said.get("name", "")
+        tails = [c[len(base):].strip() if base and c.startswith(base + " ") else c for c in candidates]
+    options = alternatives(tails)
+    if level == 2:
+        return question.rstrip("?") + f": {options}?"
+    domain, total = ambiguity["domain"], len(candidates)
+    if slot == "name":
+        return rng.choice((f"There are {total} places called {base}. Which branch do you mean: {options}?", f"Which {base} do you mean: {options}?",
+                           f"Do you want the {base} branch {options}?"))
+    if ambiguity["kind"] == "underspecified" and domain != "train":
+        wishes = " ".join(v for s, v in belief.said.items() if s in ("pricerange", "food", "type")) or "such"
+        noun = {"restaurant": "restaurant", "hotel": "place"}[domain]
+        return rng.choice((f"I found {total} {wishes} {noun}s. {question.rstrip('?')}: {options}?",
+                           f"Several {noun}s match. {question.rstrip('?')}: {options}?", f"{question.rstrip('?')} for the {noun}: {options}?"))
+    return rng.choice((f"{question.rstrip('?')} for the {NOUNS[domain]}: {options}?", f"For the {NOUNS[domain]}, {question[0].lower()}{question[1:].rstrip('?')}: {options}?"))
+
+
+DONE = ("All information is there.", "I can go ahead.", "Nothing is missing.", "Everything is clear.")
+
+
+def word_think(kind: str, belief: Belief, open_detail: dict | None, style: int, rng: random.Random) -> str:
+    """A think of style 0 (one closing sentence), 1 (the step at hand) or 2 (a check, slot by slot). `open_detail` is the
+    annotation when something is open here: a careful think notices it."""
+    if style == 0:
+        return rng.choice(DONE)
+    total = f"{belief.total} match." if belief.rows is not None else ""
+    step = {"query": "Look it up first.", "book": "Book it.", "report": "Tell the user.", "ask": "Ask the user.", "none": "Tell the user."}[kind]
+    if style == 1:
+        return rng.choice((step, f"{total} {step}".strip()))
+    check = ", ".join(f"{slot} {value}" for slot, value in belief.said.items())
+    if kind == "report":
+        return f"{'Booked' if belief.booked else 'Found'}: {check}. {step}"
+    if open_detail:
+        return f"{check}. {total} ".replace(". .", ".").replace("  ", " ") + f"{open_detail['slot']} is open: {alternatives(open_detail['candidates'])}. {step}"
+    return f"{check}. {total} ".replace("  ", " ") + rng.choice(("All given. ", "One reading is left. ")) + step
+
+
+def word_report(belief: Belief, rng: random.Random) -> str:
+    """What was booked, every slot named, with the reference."""
+    said, result = belief.said, belief.booked
+    if belief.domain == "taxi":
+        return f"Your taxi is a {result['car']}, phone {result['phone']}."
+    people = said.get("people") or belief.booked.get("people", "")
+    if belief.domain == "train":
+        what = f"Your train from {result['departure']} to {result['destination']} leaves on {result['day']} at {result['leaveAt']}, for {people} people"
+    else:
+        tail = f"on {said.get('day')} at {said.get('time')}" if belief.domain == "restaurant" else f"from {said.get('day')} for {said.get('stay')} nights"
+        place = f"{result['name']}, in the {result['area']},"
+        what = rng.choice((f"Your {NOUNS[belief.domain]} at {place} is booked for {people} people {tail}", f"I booked {place} for {people} people {tail}"))
+    return f"{what}. {rng.choice(('The reference is', 'Reference'))} {result['reference']}."
+
+
+def word_found(domain: str, row: dict, rng: random.Random) -> str:
+    """What was found, for a request without a booking."""
+    if domain == "train":
+        return f"A train leaves at {row['leaveAt']} and arrives at {row['arriveBy']}."
+    return f"I found {row['name']}, in the {row['area']}."
+
+
+# ------------------------------------------------------------------------------------------------- decision points
+
+def play(scenario: Scenario, agent=None, seed: int = 0, max_corrections: int = 2) -> Dialogue:
+    """One dialogue of the scenario's scripted user with `agent(history) -> text`, by default the oracle."""
+    agent = agent or Oracle(scenario.ambiguity, f"{scenario.id} {seed}")
+    dialogue = start_dialogue(scenario, ScriptedUser(scenario, seed, max_corrections), seed)
+    return run_dialogues(lambda histories: [agent(h) for h in histories], [dialogue])[0]
+
+
+def decision_points(scenario: Scenario, twin_of: dict | None = None) -> list[dict]:
+    """Every agent turn of the oracle's dialogue as a decision point {id, goal_id, messages, clarify_expected, ambiguity,
+    twin_id, twin_kind, stage}. `stage` is "ask" where a question is due, "twin" where it would be due in the ambiguous twin
+    (whose annotation is `twin_of`), "other" elsewhere; training draws by kind and stage, never by this run's rewards."""
+    dialogue, points = play(scenario), []
+    for k, (length, _, _) in enumerate(dialogue.steps):
+        history = dialogue.messages[:length]
+        due = clarify_due(history, scenario.ambiguity)
+        twin = twin_of is not None and _twin_spot(history, twin_of)
+        points.append({"id": f"{scenario.id}#{k}", "goal_id": scenario.id, "messages": history, "clarify_expected": due,
+                       "ambiguity": scenario.ambiguity, "twin_id": scenario.twin_id, "twin_kind": scenario.twin_kind,
+                       "stage": "ask" if due else "twin" if twin else "other"})
+    return points
+
+
+def _twin_spot(history: list[dict], ambiguity: dict) -> bool:
+    """Would the ambiguous twin ask here: right after the request, or right after the first result of its query?"""
+    if ambiguity["kind"] not in ("branch", "underspecified"):
+        return history[-1]["role"] == "user" and request_domain(history[-1]["content"]) == ambiguity["domain"]
+    return history[-1]["role"] == "tool" and "rows" in json.loads(history[-1]["content"]) and read_history(history).domain == ambiguity["domain"]

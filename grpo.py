@@ -1,0 +1,232 @@
+"""GRPO without a KL term, written by hand: sample, score, compare within the group, clip.
+
+    completions = sample(model, prompts, G, ...)              # P prompts -> B = P*G completions, once a step
+    adv_PG      = group_advantages(rewards_PG)                # who was better than the siblings
+    weight_B    = row_weights(lengths_B, known_B, norm, n)    # once per optimiser update, over ALL of its rows
+    for rows in micro_batches:
+        logp_BT, mask_BT = token_logprobs(model, ...)         # with gradient
+        loss, metrics    = policy_loss(logp_BT, ...)          # a plain sum: losses, gradients and metrics add up
+        loss.backward()
+
+Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
+_T completion tokens, _V vocabulary. Every function stands alone: copy it out, it needs torch and nothing else here.
+Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
+
+Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
+1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without; the clip and a small learning rate
+   are all that holds the policy near its start. It saves a second copy of the weights and a forward pass.
+2. The two sides of the clip are separate numbers (low, high). Equal ones, (0.2, 0.2), are the textbook.
+3. A reward can be unknown (NaN: the judge was not reachable). Such a row leaves mean, std, loss and denominator; it
+   is never counted as 0. A group without differences has advantages of exactly 0.
+4. The mean over tokens and rows is folded into one weight per row, computed over the whole optimiser update, so that
+   the loss is a sum and does not depend on how the rows are cut into micro-batches.
+5. No mask over turns. A multi-turn dialogue is a list of rows, one per decision point: the prompt holds all that was
+   said before (user, tools, and the agent's own earlier turns), the completion is what the policy sampled just now.
+   Only completion tokens are scored, so text of others cannot be trained on.
+6. No value network: the mean of the group is the baseline. It includes the sample itself, which shrinks the expected
+   gradient by (G-1)/G against leave-one-out (before the division by std); we keep it, as the paper does.
+"""
+
+import torch
+
+
+@torch.no_grad()
+def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed):
+    """Sample G completions for each prompt from exactly the distribution that `token_logprobs` scores.
+
+    prompts: P non-empty lists of token ids. Returns P*G lists of token ids, prompt-major. Each includes its end token
+    if one was sampled; a completion that does not end in one of `eos_ids` was cut off by `max_new_tokens`.
+    temperature 0 is greedy. The same call gives the same ids, the caller's random stream stays where it was. All rows
+    go through the model at once and share one stream, so a row's draw depends on the rows beside it.
+    The model comes back as it was: train/eval mode of every submodule, generation config.
+
+    >>> sample(model, [[5, 6], [7]], 2, max_new_tokens=3, temperature=1.0, eos_ids=[1], pad_id=0,
+    ...        seed=0)                                                                           # doctest: +SKIP
+    [[9, 1], [9, 8, 7], [4, 1], [1]]
+    """
+    if not prompts:
+        return []
+    lengths = [len(prompt) for prompt in prompts]
+    assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
+    eos_ids = sorted(eos_ids)
+    width = max(lengths)
+    # Left padding: the last prompt token must stand where the first completion token is predicted.
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts for _ in range(G)]
+    attention = [[0] * (width - length) + [1] * length for length in lengths for _ in range(G)]
+
+    # generate() fills everything that is not passed from model.generation_config: Qwen2.5 ships top_k 20, top_p 0.8,
+    # repetition_penalty 1.05, others ban or force tokens. Each of these makes the sampler another distribution than
+    # the one in the loss, and passing None does not switch it off. So generate() sees an empty config, and the
+    # one default of transformers itself that cuts the distribution (top_k 50) is overruled below.
+    if temperature == 0:
+        sampling = dict(do_sample=False)
+    else:
+        sampling = dict(do_sample=True, temperature=float(temperature), top_k=0, top_p=1.0, repetition_penalty=1.0)
+    generation_config = model.generation_config
+    modes = [(module, module.training) for module in model.modules()]
+    device = model.device
+    try:
+        model.generation_config = type(generation_config)()
+        model.eval()  # no dropout, and gradient checkpointing, which would switch the cache off, is for train mode only
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            out = model.generate(
+                input_ids=torch.tensor(ids, device=device),
+                attention_mask=torch.tensor(attention, device=device),
+                max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=pad_id, use_cache=True,
+                **sampling,
+            )
+    finally:
+        model.generation_config = generation_config
+        for module, mode in modes:
+            module.training = mode
+
+    completions = out[:, width:].tolist()
+    # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself. A row without
+    # an end token holds no pads, because generate() pads a row only after its end.
+    ends = [next((t for t, token in enumerate(row) if token in eos_ids), len(row)) for row in completions]
+    return [row[: end + 1] for row, end in zip(completions, ends)]
+
+
+def token_logprobs(model, prompts, completions, temperature, pad_id=0):
+    """Log-probabilities of the completion tokens, at the sampling temperature, with gradient.
+
+    prompts: P non-empty lists of token ids; completions: P*G lists, prompt-major, as they were sampled (never decoded
+    and encoded again; an empty one gives a row that is all masked). temperature > 0: the one that was sampled with.
+    Returns (logp_BT, mask_BT): float32, whatever dtype the model computes in, and bool; T is the longest completion,
+    token t of row b stands at [b, t], and logp is 0 where mask is False. The mask comes from the lengths, so it does
+    not matter which id `pad_id` is. Padding and batch mates change nothing (for a dense model, up to rounding).
+
+    Dropout must be off, or the ratio of two passes over the same weights is not 1.
+    Several tensors of B * T * V * 4 bytes live at the peak (16 rows, T 1024, V 151936: 9.3 GiB each): that, not the
+    weights, decides how many rows a micro-batch can hold.
+    """
+    assert temperature > 0, f"temperature is {temperature}; score greedy samples at the temperature of the policy, 1.0"
+    P, B = len(prompts), len(completions)
+    assert P > 0 and B % P == 0, f"{B} completions are no multiple of {P} prompts"
+    rows = [(prompts[b // (B // P)], completion) for b, completion in enumerate(completions)]
+    lengths = [len(prompt) for prompt, _ in rows]
+    assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
+    S, T = max(lengths), max(len(completion) for _, completion in rows)
+
+    # Prompts are padded on the left, completions on the right: all completions are then the last T columns, and the
+    # model computes logits (the large tensor) for these only.
+    ids = [[pad_id] * (S - len(p)) + list(p) + list(c) + [pad_id] * (T - len(c)) for p, c in rows]
+    real = [[0] * (S - len(p)) + [1] * (len(p) + len(c)) + [0] * (T - len(c)) for p, c in rows]
+    ids = torch.tensor(ids, device=model.device)
+    attention = torch.tensor(real, device=model.device)
+    # Without position ids a model with absolute positions (GPT-2) counts the left padding.
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    # logits_to_keep = T + 1: the logits that predict token t stand one column before it. 0 would mean "all".
+    logits_BTV = model(input_ids=ids, attention_mask=attention, position_ids=positions, logits_to_keep=T + 1,
+                       use_cache=False).logits[:, :-1]
+    # float32 before anything else: a bfloat16 log_softmax is off by up to 1 % of a probability. The temperature
+    # divides the logits, not the log-probabilities. Gather minus logsumexp: log_softmax would hold V values per token.
+    logits_BTV = logits_BTV.float() / temperature
+    chosen_BT = logits_BTV.gather(-1, ids[:, S:, None])[..., 0]
+    mask_BT = attention[:, S:].bool()
+    return torch.where(mask_BT, chosen_BT - logits_BTV.logsumexp(-1), 0.0), mask_BT
+
+
+def group_advantages(rewards_PG):
+    """(r - mean) / (std + 1e-4) within each group; std is unbiased (divides by G-1).
+
+    rewards_PG: (P, G) floats, one row per *draw* of a prompt (a prompt drawn twice is two groups); NaN = unknown.
+    Returns adv_PG, float32. A row of unknown reward gets 0 and stays out of its group's mean and std (tell
+    `row_weights` too). A flat group gets exactly 0: known rewards that differ by less than 1e-6, or fewer than two of
+    them. No other group is all 0, so `(adv_PG == 0).all(1)` finds the flat groups (log their share: binary rewards and
+    a small G make most groups flat). Source: DeepSeekMath 4.1.2; unbiased as in torch.std.
+
+    >>> group_advantages(torch.tensor([[1., 0., 0., 0.], [1., float("nan"), 0., 1.], [1.6, 1.6, 1.6, 1.6]]))
+    tensor([[ 1.4997, -0.4999, -0.4999, -0.4999],
+            [ 0.5773,  0.0000, -1.1545,  0.5773],
+            [ 0.0000,  0.0000,  0.0000,  0.0000]])
+    """
+    rewards_PG = rewards_PG.double()  # in float32 eight times 1.6 leaves a rounding residue with one sign for all
+    known_PG = ~rewards_PG.isnan()
+    count_P1 = known_PG.sum(1, keepdim=True)
+    mean_P1 = rewards_PG.nansum(1, keepdim=True) / count_P1.clamp(min=1)
+    diff_PG = torch.where(known_PG, rewards_PG - mean_P1, 0.0)
+    std_P1 = (diff_PG.square().sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
+    highest_P1 = rewards_PG.masked_fill(~known_PG, -torch.inf).amax(1, keepdim=True)
+    lowest_P1 = rewards_PG.masked_fill(~known_PG, torch.inf).amin(1, keepdim=True)
+    flat_P1 = (count_P1 < 2) | (highest_P1 - lowest_P1 < 1e-6)
+    return torch.where(flat_P1, 0.0, diff_PG / (std_P1 + 1e-4)).float()
+
+
+def row_weights(lengths_B, known_B, norm, max_len):
+    """The weight of each token of a row, so that sum(weight * mask * token_loss) is the mean that `norm` names.
+
+    lengths_B: (B,) ints, completion lengths; known_B: (B,) bools, False where the reward is unknown; max_len: the
+    sampling limit. Returns weight_B, float32. Only known rows weigh anything and count in the denominators:
+      "sequence"  mean over rows of the mean over tokens    1 / (rows * length)           GRPO
+      "token"     mean over all tokens                      1 / sum of lengths            DAPO, arXiv 2503.14476
+      "constant"  sum of tokens over a constant             1 / (rows * max_len)          Dr. GRPO, arXiv 2503.20783
+    Raises ValueError for another `norm`.
+
+    Call it ONCE per optimiser update, with all rows of the update, before the micro-batch loop, and divide by nothing
+    afterwards: a mean per micro-batch would weigh tokens by the company they happen to have. Rows of flat groups
+    belong in here even if nobody forwards them: their gradient is 0, their place in the mean is not.
+
+    >>> row_weights(torch.tensor([2, 6, 4]), torch.tensor([True, True, False]), "token", max_len=8)
+    tensor([0.1250, 0.1250, 0.0000])
+    """
+    known_B = known_B.bool()
+    lengths_B = torch.where(known_B, lengths_B, 0).double()
+    rows = known_B.sum()
+    if norm == "sequence":
+        weight_B = 1 / (rows * lengths_B)
+    elif norm == "token":
+        weight_B = 1 / lengths_B.sum().expand_as(lengths_B)
+    elif norm == "constant":
+        weight_B = 1 / (rows * max_len).expand_as(lengths_B)
+    else:
+        raise ValueError(f"norm is {norm!r}; it must be sequence, token or constant")
+    return torch.where(lengths_B > 0, weight_B, 0.0).float()  # nothing to train (all unknown, all empty): 0, not 1/0
+
+
+def policy_loss(logp_BT, logp_old_BT, adv_B, mask_BT, weight_B, clip=(0.2, 0.2)):
+    """The clipped policy loss: sum of weight * -min(r*A, clip(r, 1-low, 1+high)*A), r = exp(logp - logp_old).
+
+    logp_BT: (B, T) with gradient; logp_old_BT: (B, T), of the weights that sampled (detached here, so `logp_BT` itself
+    may be passed for the first and only update of a batch); adv_B, weight_B: (B,); mask_BT: (B, T) bool; clip: (low,
+    high). Returns (loss, metrics): a 0-dim tensor, and a dict of detached 0-dim tensors. All are sums, so those of the
+    micro-batches add up. Divide the first three by `weight` to read them as means over the rows that were forwarded:
+      clip_fraction  share of tokens whose gradient the clip has cut off
+      kl_old_new     KL(old || new) = E_old[r - 1 - log r], an estimator that is never negative (Schulman's k3)
+      entropy        E_old[-logp_old], of the sampler at its temperature
+      weight         sum of the weights
+      tokens         number of tokens (unweighted)
+    The loss of the first update (ratio 1) is about 0 with norm "sequence" and says nothing: the advantages of a group
+    cancel. Its gradient does not.
+    Source: PPO, arXiv 1707.06347, eq. 7; GRPO as above.
+
+    >>> logp = torch.tensor([[-1., -2.], [-0.5, -3.]], requires_grad=True)
+    >>> loss, metrics = policy_loss(logp, logp, torch.tensor([1., -1.]), torch.ones(2, 2).bool(), torch.full((2,), 1/4))
+    >>> loss.backward(); loss.item(), logp.grad, metrics["clip_fraction"].item()
+    (0.0, tensor([[-0.2500, -0.2500],
+            [ 0.2500,  0.2500]]), 0.0)
+    """
+    low, high = clip
+    logp_old_BT = logp_old_BT.detach()  # else the ratio is the constant 1 and the gradient vanishes
+    # where() before exp(): an overflow on a masked token would come back as inf * 0 = NaN in the gradient.
+    # The clamp keeps exp() finite, so that the branch which min() does not take has gradient 0 and not inf * 0. Beyond
+    # 20 the token has gradient 0 also for A < 0, where PPO does not clip: there the ratio is above 4.8e8, and one such
+    # token, true or broken, would be the whole update. Its loss stays in the sum, so it is not silent.
+    log_ratio_BT = torch.where(mask_BT, logp_BT - logp_old_BT, 0.0).clamp(-20, 20)
+    ratio_BT = log_ratio_BT.exp()
+    free_BT = ratio_BT * adv_B[:, None]
+    clipped_BT = ratio_BT.clamp(1 - low, 1 + high) * adv_B[:, None]
+    weight_BT = torch.where(mask_BT, weight_B[:, None], 0.0)
+    loss = (weight_BT * -torch.minimum(free_BT, clipped_BT)).sum()
+    with torch.no_grad():
+        # The entropy needs no pass over the vocabulary: -log p of a sampled token is an unbiased estimate of it.
+        logp_old_BT = torch.where(mask_BT, logp_old_BT, 0.0)
+        metrics = {
+            "clip_fraction": (weight_BT * (clipped_BT < free_BT)).sum(),
+            "kl_old_new": (weight_BT * (log_ratio_BT.expm1() - log_ratio_BT)).sum(),
+            "entropy": -(weight_BT * logp_old_BT).sum(),
+            "weight": weight_BT.sum(),
+            "tokens": mask_BT.sum(),
+        }
+    return loss, metrics

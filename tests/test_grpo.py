@@ -1,0 +1,651 @@
+"""grpo.py: small integers, expected values written out, tiny random models made here."""
+
+import ast
+import builtins
+import dis
+import doctest
+import importlib.util
+import inspect
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM)
+
+import grpo
+from grpo import group_advantages, policy_loss, row_weights, sample, token_logprobs
+
+NAN = float("nan")
+V = 50
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(kind="llama", dropout=0.0, vocab=V):
+    """A random model, peaked enough (scaled head) that a wrong position or mask shows."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=False,
+                 bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(
+            vocab_size=vocab, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=None,
+            initializer_range=0.2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+    return model.eval()
+
+
+KINDS = ["llama", "qwen2", "gpt2"]
+
+
+class TableModel:
+    """Logits of the next token depend on the last token alone: row `token` of a table."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, table):
+        self.table = torch.as_tensor(table)
+        self.calls = []
+
+    def __call__(self, input_ids, logits_to_keep, **kwargs):
+        self.calls.append(dict(kwargs, input_ids=input_ids, logits_to_keep=logits_to_keep))
+        return SimpleNamespace(logits=self.table[input_ids][:, -logits_to_keep:])
+
+
+def close(got, want, atol=1e-5):
+    torch.testing.assert_close(torch.as_tensor(got).double(), torch.as_tensor(want).double(), atol=atol, rtol=0)
+
+
+def grads(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# ---- the file itself -------------------------------------------------------------------------------------------------
+
+def test_docstring_examples_run():
+    result = doctest.testmod(grpo)
+    assert result.failed == 0 and result.attempted > 3
+
+
+def test_file_works_alone_and_imports_torch_only(tmp_path):
+    copy = shutil.copy(grpo.__file__, tmp_path / "copied_grpo.py")
+    imported = set()
+    for node in ast.walk(ast.parse(Path(copy).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or ".").split(".")[0])
+    assert "torch" in imported and imported - {"torch"} <= set(sys.stdlib_module_names)
+    spec = importlib.util.spec_from_file_location("copied_grpo", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    close(module.group_advantages(torch.tensor([[0., 1.]])), [[-0.7070, 0.7070]], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["sample", "token_logprobs", "group_advantages", "row_weights", "policy_loss"])
+def test_each_function_can_be_copied_out_of_the_file(name):
+    """Its source, executed beside torch alone, finds every global that it uses."""
+    space = {"torch": torch}
+    exec(inspect.getsource(getattr(grpo, name)), space)
+    codes, used = [inspect.unwrap(space[name]).__code__], set()
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+        used |= {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    assert used <= {"torch", *dir(builtins)}
+
+
+# ---- group_advantages ------------------------------------------------------------------------------------------------
+
+def test_advantages_divide_by_the_unbiased_std():
+    """G05. Mean .25, unbiased variance (.5625 + 3*.0625)/3 = .25, std .5, eps 1e-4."""
+    close(group_advantages(torch.tensor([[1., 0., 0., 0.]])), [[1.4997, -0.4999, -0.4999, -0.4999]], 1e-4)
+    close(group_advantages(torch.tensor([[0., 1.]])), [[-0.707107, 0.707107]], 2e-4)
+    close(group_advantages(torch.tensor([[1., 1., 2.]])), [[-0.577350, -0.577350, 1.154701]], 3e-4)
+
+
+def test_equal_rewards_give_exactly_zero():
+    """G01, G02: also for rewards that float32 cannot hold exactly."""
+    for size in range(1, 17):
+        for tenth in range(1, 20):
+            assert torch.equal(group_advantages(torch.full((1, size), tenth / 10)), torch.zeros(1, size))
+    almost = group_advantages(torch.tensor([[1.0, 1.0 + 5e-7]], dtype=torch.float64))
+    assert torch.equal(almost, torch.zeros(1, 2)) and almost.dtype == torch.float32
+    assert group_advantages(torch.tensor([[1.0, 1.0 + 5e-6]], dtype=torch.float64)).abs().min() > 0
+
+
+def test_flat_group_trains_nothing():
+    """G01: loss 0 and every gradient exactly 0."""
+    logp = torch.tensor([[-1., -2.]] * 4, requires_grad=True)
+    adv = group_advantages(torch.tensor([[1., 1., 1., 1.]])).flatten()
+    loss, _ = policy_loss(logp, logp - 0.3, adv, torch.ones(4, 2).bool(), torch.full((4,), 1 / 8), (0.2, 0.2))
+    loss.backward()
+    assert loss.item() == 0 and logp.grad.abs().max() == 0
+
+
+def test_group_of_one_is_flat():
+    """G04."""
+    assert torch.equal(group_advantages(torch.tensor([[3.0]])), torch.zeros(1, 1))
+
+
+def test_mean_and_std_are_per_group_not_per_batch():
+    """G06, G07, G09: rows are groups; a prompt that is drawn twice has two rows."""
+    assert torch.equal(group_advantages(torch.tensor([[1., 1.], [0., 0.]])), torch.zeros(2, 2))
+
+
+def test_unknown_reward_is_left_out_of_its_group():
+    """G10, G11. Mean of {1,0,1} .6667, unbiased std .57735."""
+    close(group_advantages(torch.tensor([[1., NAN, 0., 1.]])), [[0.5773, 0, -1.1545, 0.5773]], 1e-4)
+    close(group_advantages(torch.tensor([[0.9, 0.8, 0.85, NAN]])), [[0.9980, -0.9980, 0, 0]], 1e-4)
+
+
+def test_fewer_than_two_known_rewards_are_flat():
+    got = group_advantages(torch.tensor([[NAN, NAN], [1., NAN], [0., 1.]]))
+    assert torch.equal(got[:2], torch.zeros(2, 2)) and got[2].abs().min() > 0.7
+
+
+def test_share_of_flat_groups_with_a_binary_reward():
+    """G42: p^G + (1-p)^G."""
+    torch.manual_seed(0)
+    for size, share in [(2, 0.7024), (4, 0.4490), (8, 0.2007), (16, 0.0403)]:
+        rewards = (torch.rand(20_000, size) < 0.1819).float()
+        assert abs((group_advantages(rewards) == 0).all(1).float().mean().item() - share) < 0.01
+
+
+def test_mean_includes_the_sample_itself():
+    """G43: r - mean(all) = (G-1)/G * (r - mean(others)); known and kept."""
+    rewards = torch.tensor([[0., 1., 3., 8.]])
+    others = torch.tensor([[4., 11 / 3, 3., 4 / 3]])
+    std = rewards.double().std(1, keepdim=True)
+    close(group_advantages(rewards), 0.75 * (rewards - others) / (std + 1e-4), 1e-6)
+
+
+# ---- row_weights and policy_loss -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("norm, want", [("sequence", 0.0), ("token", 0.5), ("constant", 0.25)])
+def test_normalisations_by_hand(norm, want):
+    """G20: lengths 2 (A=+1) and 6 (A=-1), ratio 1, limit 8. (-2+6)/8 = .5, /(2*8) = .25; never /12, the padded grid."""
+    lengths = torch.tensor([2, 6])
+    mask = torch.arange(6) < lengths[:, None]
+    weight = row_weights(lengths, torch.tensor([True, True]), norm, 8)
+    loss, _ = policy_loss(torch.zeros(2, 6), torch.zeros(2, 6), torch.tensor([1., -1.]), mask, weight, (0.2, 0.2))
+    close(loss, want, 1e-7)
+
+
+def test_token_mean_over_two_micro_batches():
+    """G21, G22: (4*1 + 3)/5 = 1.4, not the mean of the means (2.0), and nothing is divided again."""
+    weight = row_weights(torch.tensor([4, 1]), torch.tensor([True, True]), "token", 4)
+    one, _ = policy_loss(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([-1.]), torch.ones(1, 4).bool(), weight[:1],
+                         (0.2, 0.2))
+    two, _ = policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor([-3.]), torch.ones(1, 1).bool(), weight[1:],
+                         (0.2, 0.2))
+    close(one + two, 1.4, 1e-6)
+
+
+def test_unknown_rows_leave_the_denominators_and_flat_rows_stay():
+    """G10. Rows: length 2, length 6 unknown, length 3 (flat or not: the weights do not know)."""
+    lengths, known = torch.tensor([2, 6, 3]), torch.tensor([True, False, True])
+    close(row_weights(lengths, known, "sequence", 8), [1 / 4, 0, 1 / 6], 1e-7)
+    close(row_weights(lengths, known, "token", 8), [1 / 5, 0, 1 / 5], 1e-7)
+    close(row_weights(lengths, known, "constant", 8), [1 / 16, 0, 1 / 16], 1e-7)
+
+
+@pytest.mark.parametrize("norm", ["sequence", "token", "constant"])
+def test_nothing_to_train_is_zero_not_nan(norm):
+    """G25: all unknown, or all empty: loss 0, finite zero gradients."""
+    for lengths, known in [([3, 3], [False, False]), ([0, 0], [True, True])]:
+        lengths = torch.tensor(lengths)
+        weight = row_weights(lengths, torch.tensor(known), norm, 8)
+        assert torch.equal(weight, torch.zeros(2)) and weight.dtype == torch.float32
+        logp = torch.zeros(2, 4, requires_grad=True)
+        loss, metrics = policy_loss(logp, logp, torch.zeros(2), torch.arange(4) < lengths[:, None], weight, (0.2, 0.2))
+        loss.backward()
+        assert loss.item() == 0 and torch.equal(logp.grad, torch.zeros(2, 4))
+        assert all(value.isfinite() for value in metrics.values())
+
+
+def test_unknown_norm_names_the_three():
+    with pytest.raises(ValueError, match="sequence, token or constant"):
+        row_weights(torch.tensor([1]), torch.tensor([True]), "mean", 8)
+
+
+def test_loss_and_gradient_of_two_tokens_by_hand():
+    """r = [1.1, 0.9], A = 2, weight 1/2: loss -(1.1*2 + 0.9*2)/2 = -2, gradient to logp -w*A*r = [-1.1, -0.9]."""
+    logp = torch.tensor([[-1., -2.]], requires_grad=True)
+    old = logp.detach() - torch.tensor([[1.1, 0.9]]).log()
+    loss, metrics = policy_loss(logp, old, torch.tensor([2.]), torch.ones(1, 2).bool(), torch.tensor([0.5]), (0.2, 0.2))
+    loss.backward()
+    close(loss, -2.0, 1e-6)
+    close(logp.grad, [[-1.1, -0.9]], 1e-6)
+    # k3: ((1.1 - 1 - ln 1.1) + (0.9 - 1 - ln 0.9)) / 2
+    close(metrics["kl_old_new"], (0.1 - math.log(1.1) - 0.1 - math.log(0.9)) / 2, 1e-6)
+    close(metrics["entropy"], -old.mean(), 1e-6)
+    assert not any(value.requires_grad for value in metrics.values())
+    assert metrics["weight"] == 1.0 and metrics["tokens"] == 2 and metrics["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_first_update_has_loss_zero_and_a_gradient(same):
+    """G13, G14: d/dlogp of -ratio*A/4 at ratio 1 is -A/4, also when the old log-probs carry a graph."""
+    logp = torch.tensor([[-1., -2.], [-0.5, -3.]], requires_grad=True)
+    weight = row_weights(torch.tensor([2, 2]), torch.tensor([True, True]), "token", 2)
+    loss, metrics = policy_loss(logp, logp if same else logp.detach(), torch.tensor([1., -1.]), torch.ones(2, 2).bool(),
+                                weight, (0.2, 0.2))
+    loss.backward()
+    assert abs(loss.item()) < 1e-7 and metrics["clip_fraction"] == 0 and metrics["kl_old_new"] == 0
+    close(logp.grad, [[-0.25, -0.25], [0.25, 0.25]], 1e-7)
+
+
+@pytest.mark.parametrize("r, A, want, slope, clipped", [
+    (1.5, 1, -1.2, 0, 1), (1.5, -1, 1.5, 1, 0), (0.5, 1, -0.5, -1, 0), (0.5, -1, 0.8, 0, 1), (1.0, 1, -1.0, -1, 0)])
+def test_clip_for_both_signs(r, A, want, slope, clipped):
+    """G15: a large ratio with A<0 is not clipped. d loss/d logp = r * d loss/d r."""
+    logp = torch.tensor([[math.log(r)]], requires_grad=True)
+    loss, metrics = policy_loss(logp, torch.zeros(1, 1), torch.tensor([float(A)]), torch.ones(1, 1).bool(),
+                                torch.ones(1), (0.2, 0.2))
+    loss.backward()
+    close(loss, want, 1e-6)
+    close(logp.grad, [[r * slope]], 1e-6)
+    assert metrics["clip_fraction"] == clipped
+
+
+def test_the_two_clip_bounds_are_separate():
+    """low 0.1, high 0.3: r 1.5 with A=1 -> -1.3; r 0.5 with A=-1 -> 0.9."""
+    for r, A, want in [(1.5, 1., -1.3), (0.5, -1., 0.9)]:
+        loss, _ = policy_loss(torch.tensor([[math.log(r)]]), torch.zeros(1, 1), torch.tensor([A]),
+                              torch.ones(1, 1).bool(), torch.ones(1), (0.1, 0.3))
+        close(loss, want, 1e-6)
+
+
+def test_overflow_on_a_masked_token_stays_out():
+    """G18: log-ratio [1000, 0], mask [0, 1], A=1 -> loss -1, gradient [0, -1]."""
+    logp = torch.tensor([[1000., 0.]], requires_grad=True)
+    loss, metrics = policy_loss(logp, torch.zeros(1, 2), torch.tensor([1.]), torch.tensor([[False, True]]),
+                                torch.ones(1), (0.2, 0.2))
+    loss.backward()
+    assert loss.item() == -1 and torch.equal(logp.grad, torch.tensor([[0., -1.]]))
+    assert metrics["tokens"] == 1 and metrics["kl_old_new"] == 0
+
+
+@pytest.mark.parametrize("masked_value", [NAN, math.inf, -math.inf])
+def test_garbage_in_masked_positions_stays_out(masked_value):
+    logp = torch.tensor([[masked_value, -1.]], requires_grad=True)
+    loss, metrics = policy_loss(logp, torch.tensor([[masked_value, -1.]]), torch.tensor([1.]),
+                                torch.tensor([[False, True]]), torch.ones(1), (0.2, 0.2))
+    loss.backward()
+    assert loss.item() == -1 and torch.equal(logp.grad, torch.tensor([[0., -1.]]))
+    assert all(value.isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("A", [1., 0., -1.])
+@pytest.mark.parametrize("log_ratio", [1000., 88.8, 30., -30., -1000., -math.inf])
+def test_loss_and_gradient_are_finite_whatever_the_ratio(A, log_ratio):
+    """G19."""
+    logp = torch.tensor([[log_ratio]], requires_grad=True)
+    loss, metrics = policy_loss(logp, torch.zeros(1, 1), torch.tensor([A]), torch.ones(1, 1).bool(), torch.ones(1),
+                                (0.2, 0.2))
+    loss.backward()
+    assert loss.isfinite() and logp.grad.isfinite().all() and all(value.isfinite() for value in metrics.values())
+    if A == 1 and log_ratio > 0:
+        close(loss, -1.2, 1e-6)
+        assert logp.grad.item() == 0
+    if A == 0:
+        assert loss.item() == 0 and logp.grad.item() == 0
+    if A == -1 and log_ratio > 0:  # not clipped: the damage shows in the loss
+        assert loss.item() > 1e8
+
+
+def test_metrics_of_micro_batches_add_up():
+    torch.manual_seed(0)
+    logp, old, adv = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([1., -1., 2., -2.])
+    lengths = torch.tensor([3, 1, 2, 3])
+    mask = torch.arange(3) < lengths[:, None]
+    weight = row_weights(lengths, torch.ones(4).bool(), "token", 3)
+    whole = policy_loss(logp, old, adv, mask, weight, (0.2, 0.2))
+    parts = [policy_loss(logp[i:i + 2], old[i:i + 2], adv[i:i + 2], mask[i:i + 2], weight[i:i + 2], (0.2, 0.2))
+             for i in (0, 2)]
+    close(sum(loss for loss, _ in parts), whole[0])
+    for name, value in whole[1].items():
+        close(sum(metrics[name] for _, metrics in parts), value)
+    assert whole[1]["kl_old_new"] > 0 and 0 < whole[1]["clip_fraction"] < 1
+
+
+@pytest.mark.parametrize("norm", ["sequence", "token", "constant"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_gradients_do_not_depend_on_the_micro_batches(norm, dtype, tolerance):
+    """G21, G22: 1x8, 2x4 and 8x1 rows, lengths from 1 to 9, an unknown row and a flat group among them."""
+    model = tiny().to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(0, V, (n,), generator=generator).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (3, 6)]
+    completions = [draw(n) for n in (1, 9, 4, 2, 5, 5, 3, 7)]
+    rewards_PG = torch.tensor([[1., 0., NAN, 0.5], [0., 2., 1., 1.]])
+    adv = group_advantages(rewards_PG).flatten()
+    weight = row_weights(torch.tensor([len(c) for c in completions]), ~rewards_PG.flatten().isnan(), norm, 9)
+    results = []
+    for size in (8, 4, 1):
+        model.zero_grad()
+        for i in range(0, 8, size):
+            rows = slice(i, i + size)
+            batch = [prompts[b // 4] for b in range(i, i + size)]
+            logp, mask = token_logprobs(model, batch, completions[rows], 1.0)
+            old = logp.detach() - 0.1 * torch.arange(i, i + size)[:, None].remainder(3)
+            policy_loss(logp, old, adv[rows], mask, weight[rows], (0.2, 0.2))[0].backward()
+        results.append(grads(model).double())
+    for other in results[1:]:
+        assert (other - results[0]).abs().max() <= tolerance * results[0].abs().max()
+    assert results[0].abs().max() > 0
+
+
+# ---- token_logprobs --------------------------------------------------------------------------------------------------
+
+def test_token_t_is_scored_by_the_logits_before_it():
+    """G30. ln .1, ln .2, ln .1; unshifted it would be ln .6, ln .5, ln .25."""
+    probs = torch.tensor([[.7, .1, .1, .1], [.1, .6, .2, .1], [.2, .2, .5, .1], [.25, .25, .25, .25]])
+    logp, mask = token_logprobs(TableModel(probs.log()), [[0]], [[1, 2, 3]], 1.0)
+    close(logp, [[-2.302585, -1.609438, -2.302585]], 1e-6)
+    assert mask.tolist() == [[True, True, True]]
+
+
+@pytest.mark.parametrize("temperature, want", [(0.6, -0.202573), (1.0, -0.407606), (0.7, -0.260118), (2.0, -0.680270)])
+def test_temperature_divides_the_logits(temperature, want):
+    """G33: logits [2,1,0], token 0; G34: over the whole vocabulary."""
+    logp, _ = token_logprobs(TableModel([[2., 1., 0.]] * 3), [[0]], [[0]], temperature)
+    close(logp, [[want]], 1e-6)
+
+
+def test_temperature_zero_is_refused():
+    with pytest.raises(AssertionError, match="temperature is 0"):
+        token_logprobs(TableModel([[2., 1., 0.]] * 3), [[0]], [[0]], 0)
+
+
+def test_log_softmax_is_computed_in_float32():
+    """G38: bfloat16 logits [20,10,0]; 151936 equal logits."""
+    model = TableModel(torch.tensor([[20., 10., 0.]] * 3, dtype=torch.bfloat16))
+    logp, _ = token_logprobs(model, [[0]], [[0, 1, 2]], 1.0)
+    assert logp.dtype == torch.float32
+    close(logp, [[-4.54e-05, -10.0000454, -20.0000454]], 1e-5)
+    logp, _ = token_logprobs(TableModel(torch.zeros(1, 151_936, dtype=torch.bfloat16)), [[0]], [[0]], 1.0)
+    close(logp, [[-11.931215]], 1e-5)
+
+
+def test_gather_minus_logsumexp_equals_log_softmax_with_gradient():
+    """G39."""
+    torch.manual_seed(0)
+    table = torch.randn(V, V)
+    one, two = table.clone().requires_grad_(), table.clone().requires_grad_()
+    completions = torch.randint(0, V, (3, 7))
+    model = TableModel(table)
+    model.table = one
+    got, _ = token_logprobs(model, [[4]], completions.tolist(), 0.6)
+    before = torch.cat([torch.full((3, 1), 4), completions[:, :-1]], 1)
+    want = (two[before] / 0.6).log_softmax(-1).gather(-1, completions[..., None])[..., 0]
+    slope = torch.randn(3, 7)
+    (got * slope).sum().backward()
+    (want * slope).sum().backward()
+    close(got, want, 1e-5)
+    close(one.grad, two.grad, 1e-5)
+    assert (got <= 0).all()
+
+
+def test_mask_comes_from_lengths_never_from_token_values():
+    """G26, G28: pad == end == 3, inside, at the end and as the whole completion; the end token is trained."""
+    completions = [[9, 8, 3], [9, 8, 7, 6, 5], [3], [9, 3]]
+    table = torch.zeros(10, 10, requires_grad=True)
+    logp, mask = token_logprobs(TableModel(table), [[3, 3]], completions, 1.0, pad_id=3)
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert torch.equal(logp != 0, mask)
+
+
+def test_end_token_has_a_gradient():
+    """G28: 'a b <end>' is three trained tokens."""
+    model = TableModel([[0.] * 4] * 4)
+    model.table.requires_grad_()
+    logp, mask = token_logprobs(model, [[0]], [[1, 2, 3]], 1.0)
+    logp[0, 2].backward()
+    assert mask.sum() == 3 and model.table.grad[2].abs().sum() > 0
+
+
+def test_model_is_asked_for_the_completion_positions_only():
+    """G44: logits over prompt text do not exist, so nothing in a prompt can be trained."""
+    model = TableModel(torch.zeros(9, 9))
+    token_logprobs(model, [[5, 6, 7], [8]], [[1, 2], [3], [4], [1]], 1.0, pad_id=0)
+    call = model.calls[0]
+    assert call["input_ids"].tolist() == [[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [0, 0, 8, 4, 0], [0, 0, 8, 1, 0]]
+    assert call["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 0]]
+    assert call["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 3], [0, 0, 0, 1, 1], [0, 0, 0, 1, 1]]
+    assert call["logits_to_keep"] == 3 and call["use_cache"] is False
+
+
+def test_rows_of_a_dialogue_add_up_to_its_agent_tokens():
+    """G44: P P A A U U U A A as two rows scores exactly the four agent tokens."""
+    model = tiny()
+    tokens = [11, 12, 21, 22, 31, 32, 33, 23, 24]
+    logp, mask = token_logprobs(model, [tokens[:2], tokens[:7]], [tokens[2:4], tokens[7:]], 1.0)
+    with torch.no_grad():
+        full = model(torch.tensor([tokens])).logits.log_softmax(-1)
+    want = [[full[0, t - 1, tokens[t]].item() for t in pair] for pair in ((2, 3), (7, 8))]
+    close(logp, want, 1e-5)
+    assert mask.sum() == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_and_batch_mates_change_nothing(kind):
+    """G31: every row alone, and beside rows with 0..7 more tokens on either side; pad id 0 or 7; gradients finite."""
+    model = tiny(kind)
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda n: torch.randint(0, V, (n,), generator=generator).tolist()  # noqa: E731
+    prompts = [draw(n) for n in (5, 12, 8, 6)]
+    completions = [draw(n) for n in (4, 1, 11, 0)]
+    for pad_id in (0, 7):
+        logp, mask = token_logprobs(model, prompts, completions, 0.6, pad_id=pad_id)
+        assert mask.sum(1).tolist() == [4, 1, 11, 0] and torch.equal(logp[~mask], torch.zeros((~mask).sum()))
+        for b in range(3):
+            alone, _ = token_logprobs(model, prompts[b:b + 1], completions[b:b + 1], 0.6)
+            close(logp[b][mask[b]].detach(), alone[0].detach(), 1e-5)
+    logp.sum().backward()
+    assert grads(model).isfinite().all()
+
+
+def test_empty_completions_alone():
+    logp, mask = token_logprobs(tiny(), [[1, 2]], [[], []], 1.0)
+    assert logp.shape == mask.shape == (2, 0)
+
+
+def test_lengths_are_printed_when_the_batch_does_not_fit():
+    with pytest.raises(AssertionError, match="3 completions are no multiple of 2 prompts"):
+        token_logprobs(tiny(), [[1], [2]], [[1], [2], [3]], 1.0)
+    with pytest.raises(AssertionError, match=r"lengths are \[1, 0\]"):
+        token_logprobs(tiny(), [[1], []], [[1], [2]], 1.0)
+    with pytest.raises(AssertionError, match=r"lengths are \[1, 0\]"):
+        sample(tiny(), [[1], []], max_new_tokens=2, temperature=1.0, eos_ids=[1], pad_id=0, seed=0)
+
+
+def test_ratio_is_exactly_one_without_dropout():
+    """G37. With dropout on, two passes over the same weights differ: the trainer must switch it off."""
+    model = tiny("gpt2", dropout=0.1)
+    one, two = [token_logprobs(model, [[1, 2, 3]], [[4, 5, 6, 7]], 1.0)[0].detach() for _ in range(2)]
+    assert torch.equal((one - two).exp(), torch.ones(1, 4))
+    model.train()
+    one, two = [token_logprobs(model, [[1, 2, 3]], [[4, 5, 6, 7]], 1.0)[0].detach() for _ in range(2)]
+    assert not torch.equal(one, two)
+
+
+# ---- sample ----------------------------------------------------------------------------------------------------------
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+HOW = dict(max_new_tokens=6, temperature=1.0, eos_ids=[3, 9], pad_id=0, seed=0)
+
+
+def spy(model, monkeypatch):
+    """Let generate() also return its scores; keep them, the config in force and the ids for the test."""
+    seen = SimpleNamespace()
+    real = model.generate
+
+    def generate(**kwargs):
+        seen.modes = [module.training for module in model.modules()]
+        out = real(**kwargs, output_scores=True, output_logits=True, return_dict_in_generate=True)
+        seen.scores, seen.logits = torch.stack(out.scores, 1), torch.stack(out.logits, 1)
+        seen.cache = out.past_key_values
+        return out.sequences
+
+    monkeypatch.setattr(model, "generate", generate)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_recomputed_log_probs_equal_the_samplers(kind, temperature, monkeypatch):
+    """G33, G34, G35, C07: same ids, same distribution."""
+    model = tiny(kind)
+    seen = spy(model, monkeypatch)
+    completions = sample(model, PROMPTS, 8, **{**HOW, "temperature": temperature, "eos_ids": range(8)})
+    with torch.no_grad():
+        logp, mask = token_logprobs(model, PROMPTS, completions, temperature, pad_id=0)
+    assert mask.sum() > 30 and len({len(c) for c in completions}) > 1
+    sampler = seen.scores.log_softmax(-1)
+    for b, completion in enumerate(completions):
+        close(logp[b, :len(completion)], sampler[b, range(len(completion)), completion], 1e-4)
+
+
+def test_trained_ids_are_the_sampled_ids():
+    """C07, G07: what was drawn stands unchanged, prompt-major, in the batch that is scored."""
+    completions = sample(tiny(), PROMPTS, 3, **HOW)
+    model = TableModel(torch.zeros(V, V))
+    token_logprobs(model, PROMPTS, completions, 1.0)
+    call = model.calls[0]
+    kept = [row[keep.bool()].tolist() for row, keep in zip(call["input_ids"], call["attention_mask"])]
+    assert kept == [PROMPTS[b // 3] + completions[b] for b in range(6)]
+
+
+def test_cut_at_the_first_end_token_by_id():
+    """G26: end == pad == 3. The third row starts with its end, the last has text after it."""
+    class Scripted(torch.nn.Module):
+        device, generation_config = torch.device("cpu"), SimpleNamespace()
+
+        def generate(self, input_ids, **kwargs):
+            new = [[9, 8, 3, 3, 3], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3], [9, 3, 4, 3, 3]]
+            return torch.cat([input_ids, torch.tensor(new)], 1)
+
+    got = sample(Scripted(), [[1], [2, 2]], 2, max_new_tokens=5, temperature=1.0, eos_ids=[3], pad_id=3, seed=0)
+    assert got == [[9, 8, 3], [9, 8, 7, 6, 5], [3], [9, 3]]  # the second one is truncated: its last id is no end
+
+
+def test_completions_end_in_an_end_token_or_at_the_limit():
+    """G28, several end tokens, pad equal to one of them."""
+    completions = sample(tiny(), [[1, 2]], 64, max_new_tokens=20, temperature=2.0, eos_ids=[3, 9, 11], pad_id=9, seed=0)
+    ends = {c[-1] for c in completions if len(c) < 20}
+    assert ends == {3, 9, 11} and not any({3, 9, 11} & set(c[:-1]) for c in completions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_batch_equals_each_prompt_alone(kind):
+    """G32: the prompts are padded on the left."""
+    model, how = tiny(kind), {**HOW, "temperature": 0}
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [10] * 12]
+    assert sample(model, prompts, **how) == [sample(model, [p], **how)[0] for p in prompts]
+    twice = sample(model, prompts[:1], 2, **how)
+    assert twice[0] == twice[1]
+    with torch.no_grad():  # and it is the argmax
+        assert twice[0][0] == model(torch.tensor([[1, 2, 3]])).logits[0, -1].argmax().item()
+
+
+HIDDEN = dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9, repetition_penalty=1.05,
+              no_repeat_ngram_size=1, min_new_tokens=4, suppress_tokens=[5, 6], begin_suppress_tokens=[7],
+              bad_words_ids=[[8]], sequence_bias=[[[10], 9.0]], epsilon_cutoff=0.01, eta_cutoff=0.01, max_time=1e-9,
+              forced_eos_token_id=3, eos_token_id=12, pad_token_id=13, guidance_scale=2.0, top_h=0.5, num_beams=2,
+              num_return_sequences=2, max_length=4, min_length=5, prompt_lookup_num_tokens=3, use_cache=False,
+              renormalize_logits=True, exponential_decay_length_penalty=(1, 2.0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0])
+@pytest.mark.parametrize("hidden", [{}, HIDDEN])
+def test_no_hidden_sampling_default_is_left(temperature, hidden, monkeypatch):
+    """G35: scores are the logits over the temperature, no entry is -inf, whatever the model's folder asks for."""
+    model = tiny(vocab=64)  # more than 50, the top_k of transformers
+    config = model.generation_config
+    plain = sample(model, PROMPTS, 2, **{**HOW, "temperature": temperature})
+    for name, value in hidden.items():
+        setattr(config, name, value)
+    seen = spy(model, monkeypatch)
+    assert sample(model, PROMPTS, 2, **{**HOW, "temperature": temperature}) == plain
+    assert (seen.scores == -math.inf).sum() == 0
+    close(seen.scores, seen.logits / (temperature or 1), 1e-6)
+    assert model.generation_config is config and all(getattr(config, name) == value for name, value in hidden.items())
+
+
+def test_every_token_of_the_vocabulary_can_be_sampled():
+    """G35: 64 of them, because the top_k that transformers applies by itself is 50."""
+    model = tiny(vocab=64).requires_grad_(False)
+    model.lm_head.weight.mul_(0.1)  # all tokens about equally likely
+    completions = sample(model, [[1]], 64, max_new_tokens=20, temperature=1.0, eos_ids=[], pad_id=0, seed=0)
+    assert {token for c in completions for token in c} == set(range(64)) and {len(c) for c in completions} == {20}
+
+
+def test_a_call_is_reproducible_and_leaves_the_random_stream_alone():
+    model = tiny()
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    one, two, other = [sample(model, PROMPTS, 2, **{**HOW, "seed": s}) for s in (0, 0, 1)]
+    assert torch.equal(torch.rand(3), want)
+    assert one == two != other
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sampling_runs_in_eval_mode_with_cache_and_restores_the_modes(fails, monkeypatch):
+    """G45, also when generate() raises. A submodule that was frozen in eval mode stays there."""
+    model = tiny("gpt2", dropout=0.5)
+    how = {**HOW, "temperature": 0, "max_new_tokens": 8}
+    before = sample(model, PROMPTS, **how)
+    model.activation_checkpointing_enable()
+    model.config.use_cache = False
+    model.train()
+    model.transformer.drop.eval()
+    modes = [module.training for module in model.modules()]
+    seen = spy(model, monkeypatch)
+    config = model.generation_config
+    if fails:
+        with pytest.raises(IndexError):
+            sample(model, [[V]], **how)  # an id beyond the vocabulary
+    else:
+        assert sample(model, PROMPTS, **how) == before
+        assert seen.cache.get_seq_length() > 5
+    assert model.generation_config is config
+    assert not any(seen.modes)
+    assert [module.training for module in model.modules()] == modes and model.training
+
+
+def test_no_prompts_no_completions():
+    assert sample(tiny(), [], 2, **HOW) == []
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype, moved", [(torch.float32, True), (torch.bfloat16, False)])
+def test_weights_of_a_bfloat16_folder_must_be_trained_in_float32(dtype, moved, tmp_path):
+    """One AdamW step at lr 1e-6 is below half a bfloat16 step for nearly every weight: nothing moves."""
+    tiny().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    logp, mask = token_logprobs(model, [[1, 2]], [list(range(V))], 1.0)
+    weight = row_weights(torch.tensor([V]), torch.tensor([True]), "sequence", V)
+    policy_loss(logp, logp, torch.tensor([1.]), mask, weight, (0.2, 0.2))[0].backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0).step()
+    changed = sum((p != q).sum().item() for p, q in zip(model.parameters(), before))
+    share = changed / sum(p.numel() for p in before)
+    assert share > 0.5 if moved else share < 0.05
