@@ -690,6 +690,7 @@ def misread(report: str, values: dict[str, str], rivals: tuple[str, ...] = ()) -
     for slot, value in values.items():
         value = str(value).lower()
         if slot == "name":
+            value = name_key(value)  # the goal may say "meze bar restaurant" where the database says "meze bar"
             prefix = value.rsplit(" ", 1)[0]
             if value not in low and (named(low, rivals) or (prefix != value and prefix in low)):
                 return slot

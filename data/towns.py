@@ -120,13 +120,16 @@ def word_request(domain: str, info: dict, book: dict, rng: random.Random, *, ins
             form = rng.choice(PHRASES[slot]) if domain == "train" else {"leaveAt": "leaving at {}", "arriveBy": "arriving by {}"}[slot]
             tail.append(instead.get(slot) or form.format(info[slot]))
     rng.shuffle(tail)
+    heads = HEADS[domain]["name" if "name" in info else "wish"]
+    if domain in BOOK_SLOTS and not book:  # a place to look up: a word such as "book" or "table" would ask for a booking
+        heads = [head for head in heads if not re.search(r"\b(book|reserve|table|room)\b", head, re.I)]
     if "name" in info:
-        head = rng.choice(HEADS[domain]["name"]).format(info["name"])
+        head = rng.choice(heads).format(info["name"])
     elif domain in ("train", "taxi"):
         ends = [f"{word} {info[s]}" for s, word in (("departure", "from"), ("destination", "to")) if s in info]
-        head = rng.choice(HEADS[domain]["wish"]).format(" ".join(ends)).strip()
+        head = rng.choice(heads).format(" ".join(ends)).strip()
     else:
-        head = rng.choice(HEADS[domain]["wish"]).format(_noun_phrase(domain, info, rng))
+        head = rng.choice(heads).format(_noun_phrase(domain, info, rng))
     if later:
         form = rng.choice(ALSO)
         head = form.format(head if form == "{}" or re.match(r"I\b", head) else head[0].lower() + head[1:])

@@ -1,0 +1,210 @@
+"""Real MultiWOZ as scenarios: database and goals from a folder that the user names, worded like the generated towns.
+
+Two layouts are read: a release (data.json, valListFile and testListFile as .txt or .json, *_db.json), and goals alone
+(goals_val.json, goals_test.json, *_db.json); the tables lie in the folder or in its db/.
+Left out: downloading, the dialogues with their states and acts, and MultiWOZ itself: none of it is in this repository.
+
+Where this departs from the usual use of MultiWOZ:
+1. Only `info` and `book` are voiced. `fail_info` and `fail_book` are not: no booking fails here, and nothing has to be
+   searched in vain first (a booking that meets `fail_book` still counts). `reqt` is not asked for.
+2. A part that names no venue says that any match will do, for goals leave several rows open and prefer none.
+   So no goal is ambiguous as loaded; what is ambiguous was made so by the builder of the training data.
+3. Parts are voiced in one fixed order, taxi last: its ends are often the places found before, filled in from there.
+4. Validation goals are train and valid, test goals are test. Training goals can be loaded, and make no scenarios.
+
+    python -m data.multiwoz FOLDER      counts the goals and lets the scripted oracle play those with a booking
+"""
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import random
+import re
+from pathlib import Path
+
+from env import BOOK_SLOTS, FIELDS, TIMES, VENUES, Database, Scenario, normalise
+from data.towns import word_request
+
+ORDER = ("restaurant", "hotel", "attraction", "train", "taxi")  # police and hospital: no tool, no goal of valid or test
+TRAIN_GOALS = 900  # of the 999 validation goals; the other 99 are valid
+NO_DIALOGUE = "PMUL4707.json"  # on the validation list, but some copies lack it: left out of all, so that splits agree
+
+
+class DataError(ValueError):
+    """A folder or file that is not MultiWOZ as released; the message is one line: which file, and what is wrong."""
+
+
+def load_database(folder: str | Path) -> Database:
+    """The four tables that have tools, from FOLDER/db/restaurant_db.json ... or FOLDER/restaurant_db.json ...
+
+    Rows keep their text fields; names are lower-cased (one of the release has capitals). Raises DataError.
+    """
+    return Database({domain: _table(folder, domain) for domain in FIELDS})
+
+
+def _table(folder: str | Path, domain: str) -> list[dict]:
+    path = _find(folder, f"db/{domain}_db.json", f"{domain}_db.json")
+    rows = _read_json(path, list)
+    for i, row in enumerate(rows):
+        for slot in FIELDS[domain]:
+            if not isinstance(row, dict) or not isinstance(row.get(slot), str):
+                raise DataError(f"{path}: row {i} has no text {slot!r}")
+            try:
+                normalise(slot, row[slot])
+            except ValueError as error:
+                raise DataError(f"{path}: row {i}: {error}") from None
+    # What is no text (location, price by room, integer ids) has no tool that would show it.
+    rows = [{slot: value for slot, value in row.items() if isinstance(value, str)} for row in rows]
+    return [{**row, "name": row["name"].lower()} if "name" in row else row for row in rows]
+
+
+def load_goals(folder: str | Path, split: str) -> dict[str, dict]:
+    """{id: goal} of an official split, "train", "valid" or "test", sorted by id; ids as in the release, PMUL1635.json.
+
+    A goal keeps the parts that it has, {domain: {info, book, fail_info, fail_book, ...}}, and `message`. Unused parts,
+    which are empty, are dropped (what is no key, the user does not need), and so is `topic`, junk. Times become HH:MM:
+    five restaurants have "9:30" or the like. Raises DataError.
+    """
+    if split not in ("train", "valid", "test"):
+        raise DataError(f"MultiWOZ has no split {split!r}; its splits are train, valid, test")
+    name = {"valid": "goals_val.json"}.get(split, f"goals_{split}.json")
+    if (Path(folder) / "data.json").exists():
+        path = Path(folder) / "data.json"
+        raw = _release_goals(path, split)
+    else:
+        path = _find(folder, name, "data.json")
+        raw = _read_json(path, dict)
+    return {key: _clean_goal(goal, f"{path}: goal {key}") for key, goal in sorted(_with_suffix(raw).items())}
+
+
+def _with_suffix(by_id: dict) -> dict:
+    ids = {key: f"{key.removesuffix('.json')}.json" for key in by_id}
+    return {ids[key]: value for key, value in by_id.items() if ids[key] != NO_DIALOGUE}
+
+
+def _release_goals(path: Path, split: str) -> dict[str, dict]:
+    dialogues, listed = _with_suffix(_read_json(path, dict)), {}
+    for part, stem in (("valid", "valListFile"), ("test", "testListFile")):
+        ids_file = _find(path.parent, f"{stem}.txt", f"{stem}.json")  # an id a line and no JSON, whatever its name says
+        lines = ids_file.read_text(encoding="utf-8", errors="replace").split()
+        listed[part] = _with_suffix(dict.fromkeys(lines)).keys()
+    ids = listed[split] if split in listed else dialogues.keys() - listed["valid"] - listed["test"]
+    if unknown := sorted(ids - dialogues.keys()):
+        raise DataError(f"{path}: lacks {len(unknown)} of {len(ids)} dialogues that the list of {split} names, first "
+                        f"{unknown[0]}")
+    if broken := sorted(i for i in ids if not isinstance(dialogues[i], dict) or "goal" not in dialogues[i]):
+        raise DataError(f"{path}: dialogue {broken[0]} has no goal")
+    return {i: dialogues[i]["goal"] for i in ids}
+
+
+def _clean_goal(goal: dict, where: str) -> dict:
+    if not isinstance(goal, dict):
+        raise DataError(f"{where} is no object")
+    clean = {"message": goal.get("message", [])}
+    for domain in [d for d in ORDER if goal.get(d)]:
+        try:
+            parts = {kind: dict(goal[domain].get(kind) or {}) for kind in ("info", "book", "fail_info", "fail_book")}
+            for slots in parts.values():
+                for slot, value in slots.items():
+                    known = normalise(slot, value)  # refused here: scoring would raise in the middle of an evaluation
+                    slots[slot] = known if slot in TIMES else value
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DataError(f"{where}: {domain}: {error}") from None
+        clean[domain] = {**goal[domain], **parts}
+    return clean
+
+
+def plain_message(goal: dict) -> list[str]:
+    """The goal in MultiWOZ's own words, for a model that plays the user; without the HTML.
+
+    >>> plain_message({"message": ["You want a <span class='emphasis'>cheap</span> hotel"]})
+    ['You want a cheap hotel']
+    """
+    return [re.sub(r"<[^>]*>", "", line) for line in goal["message"]]
+
+
+def bookable(goal: dict) -> bool:
+    """Can success be told: does some part with a reference have a `book`?"""
+    return any(goal.get(domain, {}).get("book") for domain in BOOK_SLOTS)
+
+
+def scenarios(folder: str | Path, split: str) -> list[Scenario]:
+    """The goals of "train", "valid" (900 and 99 of the validation goals, by rank of the sha256 of the id) or "test",
+    sorted by id, each worded by a random stream of its own. Raises DataError."""
+    if split not in ("train", "valid", "test"):
+        raise DataError(f"no split {split!r} of MultiWOZ scenarios; they are train, valid, test")
+    goals = load_goals(folder, "test" if split == "test" else "valid")
+    if split != "test":
+        ranked = sorted(goals, key=lambda i: hashlib.sha256(i.encode()).hexdigest())
+        goals = {i: goals[i] for i in sorted(ranked[:TRAIN_GOALS] if split == "train" else ranked[TRAIN_GOALS:])}
+    database = load_database(folder)
+    return [scenario(i, goal, database) for i, goal in goals.items()]
+
+
+def scenario(goal_id: str, goal: dict, database: Database) -> Scenario:
+    """One goal as a scenario. A taxi's missing ends are written into the scenario's goal: the user can tell them."""
+    rng, requests = random.Random(f"words {goal_id}"), []
+    if goal.get("taxi"):
+        goal = {**goal, "taxi": {**goal["taxi"], "info": {**_taxi_ends(goal), **goal["taxi"]["info"]}}}
+    for domain in [d for d in ORDER if d in goal]:
+        info = goal[domain]["info"]
+        any_is_fine = "name" not in info and domain != "taxi"
+        text = word_request(domain, info, goal[domain]["book"], rng, any_is_fine=any_is_fine, later=bool(requests))
+        requests.append((domain, text))
+    return Scenario(goal_id, goal, database, requests)
+
+
+def _taxi_ends(goal: dict) -> dict[str, str]:
+    """"You want a taxi to commute between the two places": the first two of the goal, by name where it names them."""
+    places = [goal[d]["info"].get("name", f"the {d}") for d in VENUES if d in goal]
+    places += [place for place in ("the hotel", "the restaurant") if place not in places]
+    return dict(zip(("departure", "destination"), places))
+
+
+def _find(folder: str | Path, *names: str) -> Path:
+    """The first of the files that exists."""
+    for name in names:
+        if (Path(folder) / name).is_file():
+            return Path(folder) / name
+    missing = f"no {' and no '.join(names)} in it" if Path(folder).is_dir() else "no such folder"
+    raise DataError(f"{folder}: {missing}")
+
+
+def _read_json(path: Path, kind: type) -> list | dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, kind) or not content:
+        raise DataError(f"{path}: expected a filled JSON {'object' if kind is dict else 'list'}")
+    return content
+
+
+def main(folder: str) -> None:
+    from data.speaker import play
+    from env import score_dialogue
+    for split in ("train", "valid", "test"):
+        loaded = scenarios(folder, split)
+        tasks, played, success, causes = [s for s in loaded if bookable(s.goal)], 0, 0, []
+        for task in tasks:
+            try:
+                dialogue = play(task)
+            except Exception as error:  # of any kind: this command is there to find it, and prints it with its goal
+                causes.append(f"  {task.id}: {type(error).__name__}: {error}")
+                continue
+            won, _ = score_dialogue(task.goal, dialogue.session.ledger, dialogue.messages)
+            played, success = played + 1, success + won
+            causes += [] if won else [f"  {task.id}: no success, ended {dialogue.ended}"]
+        print(f"{split}: {len(loaded)} goals, {len(tasks)} bookable, {played} played, {success} success, "
+              f"{len(tasks) - played} exceptions", *causes, sep="\n")
+
+
+if __name__ == "__main__":
+    import sys
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m data.multiwoz FOLDER")
+    try:
+        main(sys.argv[1])
+    except DataError as error:
+        sys.exit(str(error))

@@ -1,0 +1,770 @@
+"""SpeakRL in one script: a language model learns, by reinforcement, to notice that a request is ambiguous and to ask.
+
+    python speakrl.py train                       learns when and what to ask, on two cores, in minutes
+    python speakrl.py eval --model runs/grpo-001  dialogues with the user simulator; --json FILE, --show N
+    python speakrl.py chat --model runs/grpo-001  you play the user
+
+Reads top to bottom: settings (1), the policy and its data (2), one GRPO step (3), evaluation (4), the one training loop with
+its checkpoints (5), the commands (6). What is learnt from and how stands in env.py, rewards.py and grpo.py.
+
+Where this departs from the textbook:
+1. No reference model and no KL: nothing but the clip holds the policy to its start, so a guard measures whether acting decays.
+2. An example is one decision point of a dialogue, not a rollout through the simulator: the history is given, one turn is sampled.
+3. Groups without differences are not forwarded, but keep their place in the denominator.
+4. Random streams are derived from (seed, purpose, step), never saved: a resumed run repeats the uninterrupted one bit for bit.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.speaker import decision_points, play
+from data.towns import SPLITS, scenario_pair
+from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue, start_dialogue)
+from grpo import group_advantages, policy_loss, row_weights, sample, token_logprobs
+from rewards import RuleJudge, needs_judge, reward_parts
+
+ROOT = Path(__file__).resolve().parent
+STAGE_SHARES = {"ask": 0.5, "twin": 0.25, "other": 0.25}  # of a step's prompts: a question is due; due in the twin; neither
+
+
+class UserError(Exception):
+    """A mistake of the person at the keyboard: shown as one line, without a traceback."""
+
+
+# ------------------------------------------------------------------------------------------------- 1. settings
+
+@dataclass(frozen=True)
+class Settings:
+    """Every field is a flag (`--max-new-tokens 64`); the resolved values go into the run folder."""
+    method: str = "grpo"         # training method
+    model: str = str(ROOT / "data" / "tiny")  # folder or hub id of the policy to start from; a run folder means its last checkpoint
+    data: str = ""               # JSONL file of decision points; empty: made from generated towns
+    towns: int = 400             # generated towns to train on; each gives an ambiguous dialogue and its clear twin
+    out: str = ""                # run folder; empty: the next free runs/grpo-NNN
+    steps: int = 100             # optimiser steps in all (a resumed run may ask for more)
+    prompts: int = 8             # decision points a step (P)
+    group: int = 8               # completions of each (G)
+    minibatch: int = 0           # prompts per optimiser update; 0: all of the step's
+    epochs: int = 1              # passes over the completions of a step
+    lr: float = 1e-3             # AdamW, constant (a schedule would depend on --steps)
+    grad_clip: float = 1.0       # largest norm of the gradient
+    clip_low: float = 0.2        # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2       # see clip_low
+    norm: str = "sequence"       # what the loss is a mean over: sequence, token, constant
+    temperature: float = 1.0     # of sampling, and of the log-probs in the loss
+    max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
+    max_new_tokens: int = 100    # tokens of a completion
+    micro_rows: int = 32         # completions forwarded at once in the update
+    reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
+    judge: str = "rule"          # who scores the questions
+    user: str = "script"         # who plays the user in evaluation
+    multiwoz: str = ""           # eval: folder with MultiWOZ; its goals take the place of generated towns
+    split: str = "valid"         # eval: valid, test or test-new-words
+    goals: int = 100             # ambiguous goals of an evaluation, each with its twin
+    repeats: int = 1             # eval: dialogues per goal (pass@k: success in any of them)
+    guard_every: int = 10        # steps between two looks at 64 fixed acting turns; 0: never
+    save_every: int = 50         # steps between two checkpoints
+    keep: int = 2                # checkpoints kept
+    seed: int = 0                # of every random stream
+    device: str = "cpu"          # cpu, cuda, cuda:1, ...
+    json: str = ""               # eval: also write the figures to this file
+    show: int = 0                # eval: print this many dialogues
+    town: int = 2 * 10**6        # chat: seed of the town
+    resume: bool = False         # train: continue the run in --out (or the newest one) from its last checkpoint
+
+
+CHOICES = {"method": ("grpo",), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"), "judge": ("rule",),
+           "user": ("script",), "split": ("train", "valid", "test", "test-new-words")}
+# Not part of what a run *is*: these may change when it is resumed.
+MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz"}
+# The paper's own numbers are not published; these are its closest kin's (ToolRL).
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048, max_new_tokens=1024,
+                         micro_rows=4, towns=20000, device="cuda")}
+
+
+def parse_settings(argv: list[str]) -> tuple[str, Settings]:
+    """(command, settings) from the command line; UserError for what is unknown or impossible."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message}; see python speakrl.py --help")
+
+    notes = {}
+    for line in Path(__file__).read_text().split("class Settings", 1)[1].split("CHOICES =", 1)[0].splitlines():
+        if ":" in line and "#" in line:
+            notes[line.split(":")[0].strip()] = line.split("#", 1)[1].strip()
+    parser = Parser(prog="python speakrl.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("command", choices=("train", "eval", "chat"))
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="paper: the settings of the paper's kin for Qwen2.5-7B")
+    for field in dataclasses.fields(Settings):
+        flag, kind = "--" + field.name.replace("_", "-"), {"int": int, "float": float, "str": str}.get(field.type)
+        note = f"{notes[field.name]} (default: {field.default})".replace("%", "%%")
+        if field.type == "bool":
+            parser.add_argument(flag, action="store_true", default=None, help=note)
+        else:
+            parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), help=note)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    command, preset = given.pop("command"), PRESETS.get(given.pop("preset", ""), {})
+    settings = Settings(**{**preset, **given})
+    for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1, micro_rows=1,
+                            goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+        if getattr(settings, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
+    for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high"):
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
+            raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
+    if settings.minibatch and settings.prompts % settings.minibatch:
+        raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
+    return command, settings
+
+
+def stream(*key) -> int:
+    """A seed for one purpose, such as stream(seed, "sample", step): the same everywhere, unrelated to its neighbours."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:6])
+
+
+# ------------------------------------------------------------------------------------------------- 2. the policy and its data
+
+class Policy:
+    """A causal language model with its tokenizer, as a text-in text-out agent. Weights are float32 whatever the folder holds:
+    in bfloat16 a step at lr 1e-6 is lost in rounding."""
+
+    def __init__(self, path: str, settings: Settings):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        path = newest_checkpoint(path) or path
+        if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1):
+            raise UserError(f"--model {path}: no such folder, and no hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(settings.device)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        self.model.eval()  # and stays so: with dropout, the ratio of two passes over the same weights would not be 1
+        self.settings = settings
+        ends = self.model.generation_config.eos_token_id
+        self.eos_ids = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else min(self.eos_ids)
+        # Some templates open the think themselves; then the completion starts inside it and the parser must know.
+        probe = self.tokenizer.decode(self.prompt([{"role": "user", "content": "Hello."}]))
+        self.prefilled_think = probe.rstrip().endswith("<think>")
+
+    def prompt(self, messages: list[dict]) -> list[int]:
+        """Prompt ids of a visible history."""
+        return render_prompt(self.tokenizer, messages)
+
+    def text(self, completion: list[int]) -> str:
+        """What the policy wrote, without its end token (cut by id, so that no end text can spoil the form)."""
+        return self.tokenizer.decode([t for t in completion if t not in self.eos_ids], skip_special_tokens=True)
+
+    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None) -> list[list[int]]:
+        """grpo.sample with this policy's settings."""
+        return sample(self.model, prompts, G, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos_ids, pad_id=self.pad_id,
+                      temperature=self.settings.temperature if temperature is None else temperature, seed=seed)
+
+    def agent(self, seed: int, rows: int = 128):
+        """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full)."""
+        calls = 0
+
+        def act(histories: list[list[dict]]) -> list[str | None]:
+            nonlocal calls
+            calls += 1
+            prompts = [self.prompt(h) for h in histories]
+            # Rows of similar length together: a short prompt beside a long one pays for the long one.
+            fits = sorted((i for i, p in enumerate(prompts) if len(p) <= self.settings.max_prompt), key=lambda i: len(prompts[i]))
+            texts: list[str | None] = [None] * len(prompts)
+            for k in range(0, len(fits), rows):
+                chunk = fits[k:k + rows]
+                for i, completion in zip(chunk, self.sample([prompts[i] for i in chunk], 1, stream(seed, calls, k))):
+                    texts[i] = self.text(completion)
+            return texts
+        return act
+
+
+def newest_checkpoint(folder: str) -> str | None:
+    """The last complete checkpoint of a run folder, None if it has none."""
+    found = sorted(Path(folder, "checkpoints").glob("step-*")) if folder else []
+    return str(found[-1]) if found else None
+
+
+def read_points(path: str, judge: str) -> list[dict]:
+    """Decision points from a JSONL file, read strictly: a bad line stops with file, line and what is wrong."""
+    points = []
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--data {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue  # blank lines are allowed in JSONL
+        def refuse(what):
+            raise UserError(f"{path}, line {number}: {what}")
+        try:
+            point = json.loads(line)
+        except json.JSONDecodeError as error:
+            refuse(f"no JSON ({error.msg})")
+        if not isinstance(point, dict) or not {"id", "messages", "clarify_expected"} <= set(point):
+            refuse("a decision point needs id, messages and clarify_expected")
+        if not isinstance(point["messages"], list) or not point["messages"] or not all(
+                isinstance(m, dict) and m.get("role") in ("user", "assistant", "tool") and isinstance(m.get("content"), str)
+                for m in point["messages"]):
+            refuse("messages must be a list of {role: user|assistant|tool, content: text}")
+        if point["clarify_expected"] not in (True, False, None):
+            refuse("clarify_expected must be true, false or null")
+        if judge == "rule" and point["clarify_expected"] is not False and not point.get("ambiguity"):
+            refuse("the rule judge needs `ambiguity`; without it use another judge")
+        points.append({"ambiguity": None, **point})
+    if not points:
+        raise UserError(f"{path} holds no decision point")
+    return points
+
+
+def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[dict]], int]:
+    """({stage: decision points with their prompt ids}, number dropped because they are too long)."""
+    if settings.data:
+        points = read_points(settings.data, settings.judge)
+    else:
+        points = [p for seed in range(settings.towns) for p in points_of_pair(scenario_pair(SPLITS["train"] + seed))]
+    stages: dict[str, list[dict]] = {}
+    dropped = 0
+    for point in points:
+        prompt = policy.prompt(point["messages"])
+        stage = "ask" if point["clarify_expected"] else point.get("stage", "other")
+        if settings.reward == "literal" and point["clarify_expected"] is False:
+            continue  # the paper's text speaks of turns where a clarify is due; over-asking costs nothing
+        if len(prompt) > settings.max_prompt:
+            dropped += 1
+        else:
+            stages.setdefault(stage, []).append({**point, "prompt": prompt})
+    if not stages:
+        raise UserError(f"no decision point is left: {dropped} are longer than --max-prompt {settings.max_prompt}")
+    return stages, dropped
+
+
+def points_of_pair(pair: tuple[Scenario, Scenario]) -> list[dict]:
+    """The decision points of an ambiguous scenario and its twin."""
+    ambiguous, clear = pair
+    return decision_points(ambiguous) + decision_points(clear, twin_of=ambiguous.ambiguity)
+
+
+def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
+    """The P decision points of a step, by stage (never by this run's rewards): a function of (seed, step) alone. Each stage is
+    gone through in a random order, then in another."""
+    present = {s: share for s, share in STAGE_SHARES.items() if s in stages}
+    counts = {s: int(settings.prompts * share / sum(present.values())) for s, share in present.items()}
+    counts[next(iter(counts))] += settings.prompts - sum(counts.values())
+    drawn = []
+    for stage, count in counts.items():
+        points = stages[stage]
+        for k in range(step * count, (step + 1) * count):
+            order = list(range(len(points)))
+            random.Random(stream(settings.seed, "order", stage, k // len(points))).shuffle(order)
+            drawn.append(points[order[k % len(points)]])
+    return drawn
+
+
+# ------------------------------------------------------------------------------------------------- 3. one GRPO step
+
+def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str) -> list[dict]:
+    """Parse and reward each completion: {text, turn, question's verdict, format, when, clarify, reward, ...} a row."""
+    turns = [parse_turn(policy.text(c), policy.prefilled_think) for c in completions_B]
+    asking = [b for b, (turn, point) in enumerate(zip(turns, points_B)) if needs_judge(turn, point["clarify_expected"])]
+    verdicts = dict(zip(asking, judge([(points_B[b]["messages"], turns[b].clarify, points_B[b]["ambiguity"]) for b in asking])))
+    rows = []
+    for b, (turn, point, completion) in enumerate(zip(turns, points_B, completions_B)):
+        parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode)
+        rows.append({"id": point["id"], "due": point["clarify_expected"], "turn": turn, **parts,
+                     "judge": verdicts[b].why if b in verdicts else None, "tokens": len(completion),
+                     "truncated": not completion or completion[-1] not in policy.eos_ids})
+    return rows
+
+
+def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Settings, step: int) -> tuple[dict, list[dict]]:
+    """Sample G completions for each of P points, reward them, and improve the policy. Returns (metrics, rows of samples)."""
+    P, G, model = len(points), settings.group, policy.model
+    began = time.time()
+    completions_B = policy.sample([p["prompt"] for p in points], G, stream(settings.seed, "sample", step))
+    sampled = time.time() - began
+    rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward)
+    rewards_B = torch.tensor([math.nan if row["reward"] is None else row["reward"] for row in rows_B])
+    adv_B = group_advantages(rewards_B.view(P, G)).flatten()
+    known_B, lengths_B = ~rewards_B.isnan(), torch.tensor([len(c) for c in completions_B])
+    flat_P = (adv_B.view(P, G) == 0).all(1)
+
+    def logprobs(rows):  # P = B here: the rows of a micro-batch may come from different groups
+        return token_logprobs(model, [points[b // G]["prompt"] for b in rows], [completions_B[b] for b in rows], settings.temperature, policy.pad_id)
+
+    def cut(rows):  # rows of similar length together
+        rows = sorted(rows, key=lambda b: len(points[b // G]["prompt"]) + len(completions_B[b]))
+        return [rows[k:k + settings.micro_rows] for k in range(0, len(rows), settings.micro_rows)]
+
+    updates = [range(k, k + (settings.minibatch or P)) for k in range(0, P, settings.minibatch or P)]
+    old_logp: dict[int, torch.Tensor] = {}
+    if len(updates) * settings.epochs > 1:  # fixed before the first update; for a single update the new ones are the old ones
+        with torch.no_grad():
+            for rows in cut([b for b in range(P * G) if adv_B[b] != 0]):
+                logp_BT, mask_BT = logprobs(rows)
+                old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
+
+    totals = dict.fromkeys(("clip_fraction", "kl_old_new", "entropy", "weight"), 0.0)
+    norms = []
+    for prompts in updates * settings.epochs:
+        rows_all = [b for p in prompts for b in range(p * G, (p + 1) * G)]
+        # Over ALL rows of the update, before the micro-batch loop: flat groups keep their place, unknown rewards have none.
+        weight_B = dict(zip(rows_all, row_weights(lengths_B[rows_all], known_B[rows_all], settings.norm, settings.max_new_tokens)))
+        optimiser.zero_grad()
+        for rows in cut([b for b in rows_all if adv_B[b] != 0]):
+            logp_BT, mask_BT = logprobs(rows)
+            old_BT = logp_BT.detach()
+            if old_logp:
+                old_BT = torch.zeros_like(old_BT)
+                for i, b in enumerate(rows):
+                    old_BT[i, :len(old_logp[b])] = old_logp[b]
+            loss, metrics = policy_loss(logp_BT, old_BT, adv_B[rows].to(logp_BT.device), mask_BT,
+                                        torch.stack([weight_B[b] for b in rows]).to(logp_BT.device), (settings.clip_low, settings.clip_high))
+            loss.backward()
+            totals = {name: value + metrics[name].item() for name, value in totals.items()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
+        if not math.isfinite(norm):
+            raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact. Lower --lr and resume from it.")
+        norms.append(norm)
+        if any(adv_B[b] != 0 for b in rows_all):  # AdamW would move the weights by its momentum alone
+            optimiser.step()
+
+    weight = totals.pop("weight") or 1.0
+    return {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()}, "flat": flat_P.float().mean().item(),
+            "grad_norm": sum(norms) / len(norms), "sample_seconds": sampled, "tokens_per_second": lengths_B.sum().item() / sampled}, rows_B
+
+
+def mean(values) -> float | None:
+    """The mean of what is known, None of nothing: an empty mean is no 0."""
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+def summarise(rows: list[dict], policy: Policy) -> dict:
+    """Means over scored completions, for the log and for held-out decision points."""
+    def length(name):
+        texts = [getattr(row["turn"], name) for row in rows if getattr(row["turn"], name)]
+        return mean([len(policy.tokenizer.encode(t, add_special_tokens=False)) for t in texts])
+
+    asked = [row["turn"].clarify is not None for row in rows]
+    return {"reward": mean([row["reward"] for row in rows]), "format": mean([row["format"] for row in rows]),
+            "when": mean([row["when"] for row in rows]),
+            "clarify_over_due": mean([row["clarify"] for row in rows if row["due"]]),
+            "clarify_over_asked": mean([row["clarify"] for row in rows if row["judge"] is not None]),
+            "ask_due": mean([a for a, row in zip(asked, rows) if row["due"]]),
+            "ask_clear": mean([a for a, row in zip(asked, rows) if row["due"] is False]),
+            "think_tokens": length("think"), "clarify_tokens": length("clarify"),
+            "truncated": mean([row["truncated"] for row in rows]), "judge_failed": sum(row["reward"] is None for row in rows)}
+
+
+class Guard:
+    """Does acting decay? Nothing rewards what a tool call contains, and there is no KL: 64 tool calls of the oracle on valid towns,
+    each behind a fixed think; mean log-prob per token, and how often the greedy completion is that call exactly."""
+
+    THINK = "<think>I can go ahead.</think>"
+
+    def __init__(self, policy: Policy, count: int = 64):
+        self.policy, self.prompts, self.calls = policy, [], []
+        seed = SPLITS["valid"] + 500_000  # not the towns of the evaluation
+        think = policy.tokenizer.encode(self.THINK.removeprefix("<think>" if policy.prefilled_think else ""), add_special_tokens=False)
+        while len(self.calls) < count:
+            for scenario in scenario_pair(seed):
+                dialogue = play(scenario)
+                for length, text, turn in dialogue.steps:
+                    if turn.tool_call and len(self.calls) < count:
+                        self.prompts.append(policy.prompt(dialogue.messages[:length]) + think)
+                        self.calls.append(text[text.index("<tool_call>"):])
+            seed += 1
+
+    @torch.no_grad()
+    def __call__(self) -> dict:
+        policy = self.policy
+        ids = [policy.tokenizer.encode(call, add_special_tokens=False) for call in self.calls]
+        logp_BT, mask_BT = token_logprobs(policy.model, self.prompts, ids, 1.0, policy.pad_id)
+        greedy = [policy.text(c) for c in policy.sample(self.prompts, 1, 0, temperature=0)]
+        return {"guard_logp": (logp_BT.sum() / mask_BT.sum()).item(), "guard_exact": mean([a == b for a, b in zip(greedy, self.calls)])}
+
+
+# ------------------------------------------------------------------------------------------------- 4. evaluation
+
+RATES = ("success", "success_ambiguous", "success_clear", "success_uncorrected", "success_uncorrected_ambiguous", "success_uncorrected_clear",
+         "pass_at_k", "ask_rate_ambiguous", "ask_rate_clear", "ask_rate_clear_plain", "ask_rate_clear_db")
+
+
+def wilson(p: float, n: int) -> tuple[float, float]:
+    """95 % interval of a rate p over n goals (Wilson); goals, not dialogues, are the independent units."""
+    z = 1.96
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
+
+
+def evaluation_scenarios(settings: Settings) -> list[Scenario]:
+    """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or the goals of a MultiWOZ folder."""
+    if settings.multiwoz:
+        from data.multiwoz import scenarios
+        return scenarios(settings.multiwoz, settings.split)[:settings.goals]
+    return [s for k in range(settings.goals) for s in scenario_pair(SPLITS[settings.split] + k)]
+
+
+def play_scenarios(policy: Policy, scenarios: list[Scenario], repeat: int, settings: Settings) -> list:
+    """One dialogue of the policy with the scripted user for each scenario, all in step."""
+    dialogues = [start_dialogue(s, ScriptedUser(s, repeat), repeat) for s in scenarios]
+    return run_dialogues(policy.agent(stream(settings.seed, "eval", repeat)), dialogues, prefilled_think=policy.prefilled_think)
+
+
+def goal_record(dialogue) -> dict:
+    """What one dialogue came to."""
+    success, wrong = score_dialogue(dialogue.scenario.goal, dialogue.session.ledger, dialogue.messages)
+    questions = [turn.clarify.lower() for _, _, turn in dialogue.steps if turn.clarify and not turn.errors]
+    return {"id": dialogue.scenario.id, "twin_kind": dialogue.scenario.twin_kind, "ambiguous": dialogue.scenario.ambiguity is not None,
+            "success": success, "uncorrected": success and dialogue.user.corrections == 0, "turns": dialogue.turns, "ended": dialogue.ended,
+            "asked": bool(questions), "questions": len(questions), "repeat_questions": len(questions) - len(set(questions)),
+            "reply_questions": sum("?" in (turn.reply or "") for _, _, turn in dialogue.steps),
+            "corrections": dialogue.user.corrections, "wrong_bookings": wrong}
+
+
+def evaluate(policy: Policy, judge, settings: Settings) -> tuple[dict, list]:
+    """(figures with 95 % intervals and a record per dialogue, the dialogues of the first repeat)."""
+    scenarios = evaluation_scenarios(settings)
+    runs = [play_scenarios(policy, scenarios, repeat, settings) for repeat in range(settings.repeats)]
+    records = [[goal_record(d) for d in run] for run in runs]
+    every = [r for run in records for r in run if r["ended"] != "user_error"]
+
+    def rate(name, keep=lambda r: True):  # mean over the goals of a goal's mean over its repeats = mean over all, as repeats are equal
+        return mean([None if r[name] is None else float(r[name]) for r in every if keep(r)])
+
+    ambiguous, clear = (lambda r: r["ambiguous"]), (lambda r: not r["ambiguous"])
+    figures = {"success": rate("success"), "success_ambiguous": rate("success", ambiguous), "success_clear": rate("success", clear),
+               "success_uncorrected": rate("uncorrected"), "success_uncorrected_ambiguous": rate("uncorrected", ambiguous),
+               "success_uncorrected_clear": rate("uncorrected", clear),
+               "pass_at_k": mean([float(any(run[k]["success"] for run in records)) for k in range(len(scenarios)) if records[0][k]["success"] is not None]),
+               "turns": rate("turns"), "turns_cap": mean([float(r["turns"] if r["success"] else MAX_TURNS) for r in every if r["success"] is not None]),
+               "ask_rate_ambiguous": rate("asked", ambiguous), "ask_rate_clear": rate("asked", clear),
+               "ask_rate_clear_plain": rate("asked", lambda r: r["twin_kind"] == "plain"), "ask_rate_clear_db": rate("asked", lambda r: r["twin_kind"] == "db"),
+               "questions_per_dialogue": rate("questions"), "repeat_questions": rate("repeat_questions"), "reply_questions": rate("reply_questions"),
+               "wrong_bookings": rate("wrong_bookings"), "corrections": rate("corrections")}
+    counts = {"ambiguous": ambiguous, "clear_plain": lambda r: r["twin_kind"] == "plain", "clear_db": lambda r: r["twin_kind"] == "db", "clear": clear}
+    sizes = {name: sum(map(keep, records[0])) for name, keep in counts.items()}
+    intervals = {}
+    for name in RATES:
+        n = next((sizes[s] for s in counts if name.endswith(s)), len(scenarios))
+        if figures[name] is not None and n:
+            intervals[name] = wilson(figures[name], n)
+
+    figures |= evaluate_points(policy, judge, scenarios, settings)
+    ended = {reason: sum(r["ended"] == reason for r in every) for reason in sorted({r["ended"] for r in every})}
+    return {**figures, "episodes": len(every), "repeats": settings.repeats, "user_errors": sum(map(len, records)) - len(every),
+            "without_booking": sum(r["success"] is None for r in every), "ended": ended, "intervals": intervals,
+            "dialogues": [r for run in records for r in run]}, runs[0]
+
+
+def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> dict:
+    """One sample on each held-out decision point: format, when, clarify (a missing question counts 0), lengths."""
+    points = [p for s in scenarios for p in decision_points(s)]
+    points = sorted(({**p, "prompt": policy.prompt(p["messages"])} for p in points), key=lambda p: len(p["prompt"]))
+    points = [p for p in points if len(p["prompt"]) <= settings.max_prompt]
+    completions = []
+    for k in range(0, len(points), 128):
+        completions += policy.sample([p["prompt"] for p in points[k:k + 128]], 1, stream(settings.seed, "points", k))
+    figures = summarise(score_completions(policy, points, completions, judge, "conditional"), policy)
+    return {"format": figures["format"], "when": figures["when"], "clarify": figures["clarify_over_due"],
+            "think_tokens": figures["think_tokens"], "clarify_tokens": figures["clarify_tokens"], "points": len(points)}
+
+
+def transcript(dialogue) -> str:
+    """A dialogue for reading: what the user sees, and indented what it does not (thinks, tool calls, results)."""
+    lines, steps = [], {length: turn for length, _, turn in dialogue.steps}
+    for k, m in enumerate([*dialogue.messages, None]):
+        if k in steps:
+            turn = steps[k]
+            lines.append(f"    think: {turn.think or '(none)'}" + (f"   [malformed: {', '.join(turn.errors)}]" if turn.errors else ""))
+        if m is not None:
+            content = m["content"] if len(m["content"]) < 400 else m["content"][:400] + " ..."
+            hidden = m["role"] == "tool" or content.startswith("<tool_call>")
+            asks = k in steps and steps[k].clarify is not None
+            lines.append(f"    {content}" if hidden else f"{'user' if m['role'] == 'user' else 'ASKS' if asks else 'agent':>5}: {content}")
+    record = goal_record(dialogue)
+    return "\n".join([*lines, f"    -> {dialogue.ended}; success {record['success']}; corrections {record['corrections']}"])
+
+
+# ------------------------------------------------------------------------------------------------- 5. the training loop
+
+def write_json(path: Path, value) -> None:
+    """Write a JSON file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def append_line(path: Path, record: dict) -> None:
+    """One more line of a JSONL file, on disk before we go on."""
+    with open(path, "a") as file:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the lines after `step`, written by an interrupted run behind its last checkpoint, and a last line cut short."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except json.JSONDecodeError:
+                break  # the process was killed inside this line; it is the last one
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(kept))
+        os.replace(part, path)
+
+
+def save_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: dict, keep: int) -> None:
+    """checkpoints/step-000100: a Hugging Face folder, the optimiser in safetensors, the rest in JSON; no pickle. Written beside,
+    synced and renamed, and only then are older ones removed: whenever the process dies, the newest folder is complete."""
+    from safetensors.torch import save_file
+    final, part = folder / f"step-{step:06d}", folder / f".part-step-{step:06d}"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    policy.model.save_pretrained(part)
+    policy.tokenizer.save_pretrained(part)
+    names = [n for n, _ in policy.model.named_parameters()]
+    tensors = {f"{names[i]}.{key}": value for i, values in optimiser.state_dict()["state"].items() for key, value in values.items()}
+    save_file(tensors, part / "optimiser.safetensors")
+    write_json(part / "trainer.json", {"step": step, **state})
+    for path in [*part.iterdir(), part]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(part, final)
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_optimiser(folder: Path, policy: Policy, optimiser) -> None:
+    """The moments of AdamW back from a checkpoint, by parameter name."""
+    from safetensors.torch import load_file
+    tensors, state = load_file(folder / "optimiser.safetensors"), optimiser.state_dict()
+    for i, (name, _) in enumerate(policy.model.named_parameters()):
+        state["state"][i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
+    state["state"] = {i: values for i, values in state["state"].items() if values}
+    optimiser.load_state_dict(state)
+
+
+def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
+    """(settings with --out resolved, run folder, checkpoint to resume from). Refuses to write over a run, or to resume another."""
+    if settings.out:
+        folder = Path(settings.out)
+    else:
+        used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
+        if settings.resume and not used:
+            raise UserError("--resume: there is no run in runs/; name its folder with --out")
+        folder = used[-1] if settings.resume else Path("runs") / f"{settings.method}-{int(used[-1].name[-3:]) + 1 if used else 1:03d}"
+    settings = dataclasses.replace(settings, out=str(folder))
+    checkpoint = newest_checkpoint(str(folder))
+    if (folder / "settings.json").exists() and not settings.resume:
+        raise UserError(f"{folder} holds a run already: continue it with --resume, or name another folder with --out")
+    if settings.resume:
+        if not (folder / "settings.json").exists():
+            raise UserError(f"--resume: {folder} holds no run")
+        before = json.loads((folder / "settings.json").read_text())
+        now = dataclasses.asdict(settings)
+        if changed := [f"--{k.replace('_', '-')} was {before.get(k)}, is {v}" for k, v in now.items() if k not in MAY_CHANGE and before.get(k) != v]:
+            raise UserError(f"--resume: the settings differ from those of {folder}: {'; '.join(changed)}")
+        for left in (folder / "checkpoints").glob(".part-*"):
+            shutil.rmtree(left)
+    try:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write_json(folder / "settings.json", dataclasses.asdict(settings))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error}") from error
+    return settings, folder, Path(checkpoint) if checkpoint and settings.resume else None
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, start: int, total: int):
+        from tqdm import tqdm  # comes with transformers
+        self.bar = tqdm(total=total, initial=start, unit="step") if sys.stderr.isatty() else None
+        self.total, self.began, self.start = total, time.time(), start
+
+    def __call__(self, m: dict) -> None:
+        text = "  ".join(f"{name} {m[key]:.2f}" for name, key in (("reward", "reward"), ("format", "format"), ("when", "when"),
+                         ("clarify", "clarify_over_due"), ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat")) if m[key] is not None)
+        text += f"  {m['tokens_per_second']:.0f} tok/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+            self.bar.update()
+        elif m["step"] % 5 == 0 or m["step"] in (self.start + 1, self.total):
+            left = (time.time() - self.began) / (m["step"] - self.start) * (self.total - m["step"])
+            print(f"step {m['step']}/{self.total}  {text}  {left:.0f} s left", flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def train(settings: Settings) -> Path:
+    """The training loop: data order, optimiser, progress, evaluation, checkpoints, resume. Returns the run folder."""
+    settings, folder, checkpoint = open_run(settings)
+    policy = Policy(str(checkpoint or settings.model), settings)
+    judge = make_judge(settings)
+    # AdamW without weight decay; beta2 as in pretraining's kin. No learning-rate schedule: --steps may change on resume.
+    optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
+    state = {"samples_seen": 0}
+    done = 0
+    if checkpoint:
+        state = json.loads((checkpoint / "trainer.json").read_text())
+        done = state.pop("step")
+        load_optimiser(checkpoint, policy, optimiser)
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
+        cut_back(folder / name, done)
+    stages, dropped = training_points(settings, policy)
+    print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, decision points "
+          + ", ".join(f"{len(points)} {stage}" for stage, points in stages.items()) + f", {dropped} too long", flush=True)
+    guard = Guard(policy) if settings.guard_every else None
+    if not checkpoint:
+        record_evaluation(policy, judge, settings, folder, 0)
+    stop = False
+
+    def interrupt(signum, frame):
+        nonlocal stop
+        if stop:
+            raise KeyboardInterrupt
+        stop = True
+        print("\nfinishing this step, then saving (press again to stop at once)", flush=True)
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    progress = Progress(done, settings.steps)
+    try:
+        for step in range(done, settings.steps):
+            began = time.time()
+            metrics, rows = grpo_step(policy, optimiser, draw_points(stages, step, settings), judge, settings, step)
+            state["samples_seen"] += len(rows)
+            metrics = {"step": step + 1, "samples_seen": state["samples_seen"], **metrics}
+            if guard and (step + 1) % settings.guard_every == 0:
+                metrics |= guard()
+            metrics["seconds"] = time.time() - began
+            for row in rows:
+                turn = row.pop("turn")._asdict()
+                append_line(folder / "samples.jsonl", {"step": step + 1, **row, "question": turn.pop("clarify"), **turn})
+            append_line(folder / "metrics.jsonl", metrics)
+            progress(metrics)
+            done = step + 1
+            if stop or done % settings.save_every == 0 or done == settings.steps:
+                save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
+            if stop:
+                break
+    finally:
+        progress.close()
+        signal.signal(signal.SIGINT, previous)
+    if stop:
+        print(f"stopped after step {done}; go on with: python speakrl.py train --resume --out {folder}", flush=True)
+    else:
+        record_evaluation(policy, judge, settings, folder, done)
+        print_evaluations(folder)
+        print(f"\nthe trained policy: {newest_checkpoint(str(folder))}", flush=True)
+    return folder
+
+
+def record_evaluation(policy: Policy, judge, settings: Settings, folder: Path, step: int) -> None:
+    """Evaluate on valid (never on test) and add the figures to evals.jsonl."""
+    print(f"evaluating on valid: {settings.goals} ambiguous goals and their clear twins ...", flush=True)
+    figures, _ = evaluate(policy, judge, dataclasses.replace(settings, split="valid", repeats=1, multiwoz=""))
+    figures.pop("dialogues")
+    append_line(folder / "evals.jsonl", {"step": step, **figures})
+
+
+SHOWN = (("success, ambiguous", "success_ambiguous"), ("  without a correction", "success_uncorrected_ambiguous"), ("success, clear", "success_clear"),
+         ("  without a correction", "success_uncorrected_clear"), ("asks, ambiguous", "ask_rate_ambiguous"), ("asks, clear, plain twin", "ask_rate_clear_plain"),
+         ("asks, clear, database twin", "ask_rate_clear_db"), ("questions a dialogue", "questions_per_dialogue"), ("repeated questions", "repeat_questions"),
+         ("questions as plain replies", "reply_questions"), ("wrong bookings", "wrong_bookings"), ("corrections", "corrections"), ("turns", "turns"),
+         ("turns, failures as 20", "turns_cap"), ("format, held-out points", "format"), ("when", "when"), ("clarify, missing as 0", "clarify"),
+         ("think tokens", "think_tokens"), ("question tokens", "clarify_tokens"))
+
+
+def print_evaluations(folder: Path) -> None:
+    """The first and the last evaluation of a run, and their difference."""
+    lines = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
+    first, last = lines[0], lines[-1]
+    print(f"\n{'':<28}{'step ' + str(first['step']):>10}{'step ' + str(last['step']):>10}{'change':>10}")
+    for label, name in SHOWN:
+        a, b = first[name], last[name]
+        show = lambda v: "-" if v is None else f"{v:.3f}"
+        print(f"{label:<28}{show(a):>10}{show(b):>10}{'-' if None in (a, b) else f'{b - a:+.3f}':>10}")
+
+
+# ------------------------------------------------------------------------------------------------- 6. the commands
+
+def make_judge(settings: Settings):
+    """The judge by name; a judge is any callable judge(items) -> verdicts."""
+    return {"rule": RuleJudge}[settings.judge]()
+
+
+def run_eval(settings: Settings) -> None:
+    """`eval`: figures on the screen, with intervals; everything, and a record per dialogue, in --json FILE."""
+    policy = Policy(settings.model, settings)
+    figures, dialogues = evaluate(policy, make_judge(settings), settings)
+    for dialogue in dialogues[:settings.show]:
+        print(transcript(dialogue) + "\n")
+    where = settings.multiwoz or f"{settings.goals} ambiguous goals and their clear twins of {settings.split}"
+    print(f"{settings.model} on {where}, {settings.repeats} repeat(s), temperature {settings.temperature}")
+    for label, name in SHOWN:
+        if figures[name] is not None:
+            low, high = figures["intervals"].get(name, (None, None))
+            print(f"{label:<28}{figures[name]:>8.3f}" + (f"   [{low:.3f}, {high:.3f}]" if low is not None else ""))
+    print("ended: " + ", ".join(f"{reason} {count}" for reason, count in figures["ended"].items()))
+    if settings.json:
+        write_json(Path(settings.json), {"settings": dataclasses.asdict(settings), **figures})
+
+
+def run_chat(settings: Settings) -> None:
+    """`chat`: a person plays the user, in the town --town."""
+    policy = Policy(settings.model, settings)
+    scenario = scenario_pair(settings.town)[0]
+    print("In this town, among others:")
+    for domain, rows in scenario.database.tables.items():
+        for row in rows[:6]:
+            print(f"  {domain}: " + ", ".join(f"{value}" for slot, value in row.items()))
+    print(f"You could say: {scenario.requests[0][1]}\nAn empty line ends the dialogue.\n")
+    dialogue = run_dialogues(policy.agent(stream(settings.seed, "chat")), [start_dialogue(scenario, HumanUser())],
+                             prefilled_think=policy.prefilled_think)[0]
+    print("\nThe whole dialogue, with what you did not see:\n" + transcript(dialogue))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; mistakes of the user come back as one line and exit code 2."""
+    try:
+        command, settings = parse_settings(sys.argv[1:] if argv is None else argv)
+        {"train": train, "eval": run_eval, "chat": run_chat}[command](settings)
+    except UserError as error:
+        print(f"speakrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nspeakrl: stopped at once; the last checkpoint is complete", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The README's results: `python tests/acceptance.py` trains seeds 0, 1, 2 with default settings and evaluates on test.
+
+Base and trained policy play the same goals (400 ambiguous ones and their 400 twins) with the same random streams; what is printed
+is the mean over goals and seeds, and the change with its 95 % interval, paired by goal. `--lr` shows another learning rate;
+what was already run is not run again (delete --out to start over). About 40 minutes on two cores.
+"""
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+def run(*arguments) -> float:
+    """One command of speakrl.py; seconds it took."""
+    began = time.time()
+    subprocess.run([sys.executable, str(ROOT / "speakrl.py"), *map(str, arguments)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return time.time() - began
+
+
+def paired(base: list[dict], trained: list[dict], value) -> tuple[float, float, float, float]:
+    """(mean of base, mean of trained, change, half its 95 % interval) over goals, each goal's value averaged over seeds."""
+    def by_goal(records):
+        goals: dict[str, list[float]] = {}
+        for r in records:
+            if value(r) is not None:
+                goals.setdefault(r["id"], []).append(float(value(r)))
+        return {goal: sum(v) / len(v) for goal, v in goals.items()}
+    a, b = by_goal(base), by_goal(trained)
+    changes = [b[g] - a[g] for g in a]
+    n, change = len(changes), sum(changes) / len(changes)
+    spread = math.sqrt(sum((c - change) ** 2 for c in changes) / (n - 1) / n)
+    return sum(a.values()) / n, sum(b.values()) / n, change, 1.96 * spread
+
+
+def table(out: Path, split: str, seeds: list[int], name: str) -> None:
+    """Base against trained on one split: per-dialogue figures paired by goal, then the held-out decision points."""
+    base = [json.loads((out / f"base-{split}-{s}.json").read_text()) for s in seeds]
+    trained = [json.loads((out / f"{name}-{split}-{s}.json").read_text()) for s in seeds]
+    a, b = [r for f in base for r in f["dialogues"]], [r for f in trained for r in f["dialogues"]]
+    print(f"\n{name}, {split}: {base[0]['settings']['goals']} ambiguous goals and their twins, seeds {seeds}\n\n"
+          "| | base | trained | change, 95 % interval | each seed, trained |\n|---|---|---|---|---|")
+    rows = [("success without a correction", "uncorrected"), ("success", "success"), ("asks", "asked"), ("turns", "turns"),
+            ("corrections", "corrections"), ("wrong bookings", "wrong_bookings"), ("questions as plain replies", "reply_questions")]
+    for label, key in rows:
+        for kind, keep in (("ambiguous", lambda r: r["ambiguous"]), ("clear", lambda r: not r["ambiguous"]),
+                           ("plain twin", lambda r: r["twin_kind"] == "plain"), ("database twin", lambda r: r["twin_kind"] == "db")):
+            if "twin" in kind and key != "asked":
+                continue
+            before, after, change, half = paired(list(filter(keep, a)), list(filter(keep, b)), lambda r: r[key])
+            each = [sum(float(r[key] or 0) for r in f["dialogues"] if keep(r)) / sum(map(keep, f["dialogues"])) for f in trained]
+            print(f"| {label}, {kind} | {before:.3f} | {after:.3f} | {change:+.3f} ± {half:.3f} | {', '.join(f'{v:.3f}' for v in each)} |")
+    for key in ("format", "when", "clarify", "think_tokens", "clarify_tokens"):
+        before, after = ([f[key] for f in figures] for figures in (base, trained))
+        print(f"| {key}, held-out decision points | {sum(before) / len(before):.3f} | {sum(after) / len(after):.3f} | | "
+              + ", ".join(f"{v:.3f}" for v in after) + " |")
+
+
+def questions(folder: Path, count: int = 10) -> None:
+    """Is the judge being hacked? Best-scored and random questions of a run's last quarter, and how scores move with length."""
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    asked = [s for s in samples if s["judge"] is not None and s["step"] > 0.75 * samples[-1]["step"]]
+    distinct = list({s["question"]: s for s in sorted(asked, key=lambda s: s["question"])}.values())
+    best = sorted(distinct, key=lambda s: (-s["clarify"], s["question"]))[:count]
+    for title, some in (("best-scored", best), ("random", random.Random(0).sample(distinct, min(count, len(distinct))))):
+        print(f"\n{count} {title} questions of {len(distinct)} distinct ones in the last quarter of {folder.name}:")
+        for s in some:
+            print(f"  {s['clarify']:.2f}  {s['question']}")
+    print("\nscore by length in words:")
+    for low, high in ((1, 4), (5, 8), (9, 12), (13, 16), (17, 99)):
+        some = [s["clarify"] for s in asked if low <= len(s["question"].split()) <= high]
+        if some:
+            print(f"  {low:>2}-{high:<2}  {len(some):>5} questions, mean score {sum(some) / len(some):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="runs/acceptance")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--goals", type=int, default=400)
+    parser.add_argument("--lr", nargs="*", default=[], help="other learning rates to show beside the default")
+    parser.add_argument("--splits", nargs="+", default=["test", "test-new-words"])
+    args = parser.parse_args()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ["default", *(f"lr-{lr}" for lr in args.lr)]:
+        for seed in args.seeds:
+            folder = out / f"{name}-{seed}"
+            if not (folder / "checkpoints" / "step-000100").exists():
+                extra = ["--lr", name[3:]] if name.startswith("lr-") else []
+                print(f"{folder}: trained in {run('train', '--seed', seed, '--out', folder, *extra):.0f} s", flush=True)
+            for split in args.splits if name == "default" else args.splits[:1]:
+                for what, model in (("base", "data/tiny"), (name, folder)):
+                    file = out / f"{what}-{split}-{seed}.json"
+                    if not file.exists():
+                        took = run("eval", "--model", model, "--split", split, "--goals", args.goals, "--seed", seed, "--json", file)
+                        print(f"{file.name}: {took:.0f} s", flush=True)
+        for split in args.splits if name == "default" else args.splits[:1]:
+            table(out, split, args.seeds, name)
+        questions(out / f"{name}-{args.seeds[0]}")
+
+
+if __name__ == "__main__":
+    main()
