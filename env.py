@@ -629,7 +629,8 @@ class ScriptedUser:
         if not ambiguity or ambiguity["domain"] != self.domain:
             return None
         aims = {ambiguity["slot"]} | ({"area", "name"} if ambiguity["kind"] == "branch" else set())
-        offers = " or " in low and not asked  # "green fern or iron gate?": the user picks by what it cares about
+        venues = [row["name"] for row in self.scenario.database.tables[self.domain] if "name" in row]
+        offers = not asked and len(named(low, venues)) > 1  # "green fern or iron gate?": the user picks by what it cares about
         two = len(named(low, ambiguity["candidates"])) > 1
         return ambiguity["slot"] if aims & set(asked) or two or offers else None
 
@@ -637,8 +638,10 @@ class ScriptedUser:
         """Yes or no to "do you mean X?" and "shall I book it?"."""
         ambiguity = self.scenario.ambiguity
         if ambiguity and ambiguity["domain"] == self.domain and len(meant := named(low, ambiguity["candidates"])) == 1:
+            if meant[0] != ambiguity["value"]:
+                return self._no_progress(("No, not that one",))
             self.idle = 0
-            return ("Yes, that one." if meant[0] == ambiguity["value"] else "No, not that one."), "continue"
+            return "Yes, that one.", "continue"
         if re.search(r"\b(?:shall|should|may|can|would you like)\b.*\b(?:book|reserve|go ahead)", low):
             return self._no_progress(("Yes, please",))
         return None

@@ -417,8 +417,11 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 def evaluation_scenarios(settings: Settings) -> list[Scenario]:
     """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or the goals of a MultiWOZ folder."""
     if settings.multiwoz:
-        from data.multiwoz import scenarios
-        return scenarios(settings.multiwoz, settings.split)[:settings.goals]
+        from data.multiwoz import DataError, scenarios
+        try:
+            return scenarios(settings.multiwoz, settings.split)[:settings.goals]
+        except DataError as error:
+            raise UserError(f"--multiwoz: {error}") from error
     return [s for k in range(settings.goals) for s in scenario_pair(SPLITS[settings.split] + k)]
 
 
@@ -439,9 +442,8 @@ def goal_record(dialogue) -> dict:
             "corrections": dialogue.user.corrections, "wrong_bookings": wrong}
 
 
-def evaluate(policy: Policy, judge, settings: Settings) -> tuple[dict, list]:
+def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> tuple[dict, list]:
     """(figures with 95 % intervals and a record per dialogue, the dialogues of the first repeat)."""
-    scenarios = evaluation_scenarios(settings)
     runs = [play_scenarios(policy, scenarios, repeat, settings) for repeat in range(settings.repeats)]
     records = [[goal_record(d) for d in run] for run in runs]
     every = [r for run in records for r in run if r["ended"] != "user_error"]
@@ -540,24 +542,34 @@ def cut_back(path: Path, step: int) -> None:
 def save_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: dict, keep: int) -> None:
     """checkpoints/step-000100: a Hugging Face folder, the optimiser in safetensors, the rest in JSON; no pickle. Written beside,
     synced and renamed, and only then are older ones removed: whenever the process dies, the newest folder is complete."""
-    from safetensors.torch import save_file
     final, part = folder / f"step-{step:06d}", folder / f".part-step-{step:06d}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    policy.model.save_pretrained(part)
-    policy.tokenizer.save_pretrained(part)
-    names = [n for n, _ in policy.model.named_parameters()]
-    tensors = {f"{names[i]}.{key}": value for i, values in optimiser.state_dict()["state"].items() for key, value in values.items()}
-    save_file(tensors, part / "optimiser.safetensors")
-    write_json(part / "trainer.json", {"step": step, **state})
-    for path in [*part.iterdir(), part]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(part, final)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        write_checkpoint(part, step, policy, optimiser, state)
+        for path in [*part.iterdir(), part]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(part, final)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(f"{final} could not be saved: {error}; {shutil.disk_usage(folder).free >> 20} MB are free. The checkpoint before it is "
+                        "intact: make room and go on with --resume") from error
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
+
+
+def write_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: dict) -> None:
+    """The files of a checkpoint."""
+    from safetensors.torch import save_file
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    names = [name for name, _ in policy.model.named_parameters()]
+    save_file({f"{names[i]}.{key}": value for i, values in optimiser.state_dict()["state"].items() for key, value in values.items()},
+              folder / "optimiser.safetensors")
+    write_json(folder / "trainer.json", {"step": step, **state})
 
 
 def load_optimiser(folder: Path, policy: Policy, optimiser) -> None:
@@ -629,7 +641,7 @@ def train(settings: Settings) -> Path:
     settings, folder, checkpoint = open_run(settings)
     policy = Policy(str(checkpoint or settings.model), settings)
     judge = make_judge(settings)
-    # AdamW without weight decay; beta2 as in pretraining's kin. No learning-rate schedule: --steps may change on resume.
+    # No weight decay, and no learning-rate schedule: --steps may change when a run is resumed.
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
     state = {"samples_seen": 0}
     done = 0
@@ -690,7 +702,8 @@ def train(settings: Settings) -> Path:
 def record_evaluation(policy: Policy, judge, settings: Settings, folder: Path, step: int) -> None:
     """Evaluate on valid (never on test) and add the figures to evals.jsonl."""
     print(f"evaluating on valid: {settings.goals} ambiguous goals and their clear twins ...", flush=True)
-    figures, _ = evaluate(policy, judge, dataclasses.replace(settings, split="valid", repeats=1, multiwoz=""))
+    settings = dataclasses.replace(settings, split="valid", repeats=1, multiwoz="")
+    figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     figures.pop("dialogues")
     append_line(folder / "evals.jsonl", {"step": step, **figures})
 
@@ -723,8 +736,9 @@ def make_judge(settings: Settings):
 
 def run_eval(settings: Settings) -> None:
     """`eval`: figures on the screen, with intervals; everything, and a record per dialogue, in --json FILE."""
+    scenarios = evaluation_scenarios(settings)
     policy = Policy(settings.model, settings)
-    figures, dialogues = evaluate(policy, make_judge(settings), settings)
+    figures, dialogues = evaluate(policy, make_judge(settings), scenarios, settings)
     for dialogue in dialogues[:settings.show]:
         print(transcript(dialogue) + "\n")
     where = settings.multiwoz or f"{settings.goals} ambiguous goals and their clear twins of {settings.split}"

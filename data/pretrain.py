@@ -14,13 +14,11 @@ Left out: a real language. The policy knows the towns' words, restaurants and ho
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import math
 import multiprocessing
 import random
-import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -159,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
     parser.add_argument("--towns", type=int, default=30000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=3300)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)
@@ -178,6 +176,7 @@ def main() -> None:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
         rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
     rows = [row for row in rows if len(row[0]) <= 1000]
+    gc.freeze()  # or the collector walks through millions of numbers every now and then
     print(f"{len(rows)} dialogues, {sum(len(r[0]) for r in rows) / 1e6:.1f} M tokens, {sum(sum(r[3]) for r in rows) / 1e6:.1f} M learned, "
           f"{time.time() - began:.0f} s", flush=True)
 

@@ -70,7 +70,8 @@ class Belief:
     total: int = 0
     asked_with: dict | None = None                      # arguments of the latest query
     result: dict | None = None                          # of the latest tool call, if it is the last message
-    booked: dict | None = None
+    booked: dict | None = None                          # result of the latest booking
+    booked_with: dict = field(default_factory=dict)     # and its arguments
 
 
 def read_history(history: list[dict]) -> Belief:
@@ -94,6 +95,8 @@ def read_history(history: list[dict]) -> Belief:
             call = json.loads(m["content"][len("<tool_call>"):-len("</tool_call>")])
             if call["name"].startswith("query_"):
                 belief.asked_with = call["arguments"]
+            else:
+                belief.booked_with = call["arguments"]
     return belief
 
 
@@ -250,14 +253,14 @@ def word_think(kind: str, belief: Belief, open_detail: dict | None, style: int, 
 
 def word_report(belief: Belief, rng: random.Random) -> str:
     """What was booked, every slot named, with the reference."""
-    said, result = belief.said, belief.booked
+    made, result = belief.booked_with, belief.booked
     if belief.domain == "taxi":
         return f"Your taxi is a {result['car']}, phone {result['phone']}."
-    people = said.get("people") or belief.booked.get("people", "")
+    people = made["people"]
     if belief.domain == "train":
         what = f"Your train from {result['departure']} to {result['destination']} leaves on {result['day']} at {result['leaveAt']}, for {people} people"
     else:
-        tail = f"on {said.get('day')} at {said.get('time')}" if belief.domain == "restaurant" else f"from {said.get('day')} for {said.get('stay')} nights"
+        tail = f"on {made['day']} at {made['time']}" if belief.domain == "restaurant" else f"from {made['day']} for {made['stay']} nights"
         place = f"{result['name']}, in the {result['area']},"
         what = rng.choice((f"Your {NOUNS[belief.domain]} at {place} is booked for {people} people {tail}", f"I booked {place} for {people} people {tail}"))
     return f"{what}. {rng.choice(('The reference is', 'Reference'))} {result['reference']}."

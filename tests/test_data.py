@@ -13,8 +13,7 @@ from env import BOOK_SLOTS, FIELDS, MAX_ROWS, booking_satisfies, meets, render_p
 from data.pretrain import END, TAGS, Demonstrator, collate, demonstrate, to_row, train_tokenizer
 from data.speaker import Oracle, clarify_due, decision_points, play, word_question
 from data.towns import (ANY_PATTERN, BASE_DOMAINS, BASE_KINDS, KINDS, NEW_FIRST, NEW_LAST, SPLITS, VAGUE, read_request,
-                        request_domain,
-                        scenario_pair, split_of, venue_names)
+                        request_domain, scenario_pair, split_of, venue_names)
 
 EVERYTHING = ("restaurant", "hotel", "attraction", "train", "taxi")
 BASE, FULL = (BASE_DOMAINS, BASE_KINDS), (EVERYTHING, KINDS)
@@ -116,16 +115,17 @@ def test_twins():
             wishes = {s: v for s, v in read_request(dict(clear.requests)[target], target).items()
                       if s in FIELDS[target]}
             for town, count in ((clear, 1), (ambiguous, len(ambiguous.ambiguity["candidates"]))):
-                left = {row[slot]
-                        for row in town.database.query(target, wishes)} & set(ambiguous.ambiguity["candidates"])
+                left = {row[slot] for row in town.database.query(target, wishes)}
+                left &= set(ambiguous.ambiguity["candidates"])
                 assert len(left) == count and ambiguous.ambiguity["value"] in left
             assert ambiguous.ambiguity["kind"] in ("branch", "underspecified")
         else:  # later requests may be phrased anew, and say the same
             assert target in changed and ambiguous.database.tables == clear.database.tables
             for (domain, a), (_, c) in zip(ambiguous.requests, clear.requests):
-                assert domain == target or (read_request(a, domain) == read_request(c, domain)
-                                            and bool(ANY_PATTERN.search(a)) == bool(ANY_PATTERN.search(c)))
-                assert domain == target or ambiguous.goal[domain] == clear.goal[domain]
+                if domain != target:
+                    assert read_request(a, domain) == read_request(c, domain)
+                    assert bool(ANY_PATTERN.search(a)) == bool(ANY_PATTERN.search(c))
+                    assert ambiguous.goal[domain] == clear.goal[domain]
     half = [c.twin_kind for a, c in many if a.ambiguity["kind"] == "branch"]
     assert 0.35 < half.count("db") / len(half) < 0.65
 
@@ -194,9 +194,8 @@ def test_the_open_value_is_not_in_the_request():
     """U01: what is held back until asked is not in the first words (references, contradictions name all)."""
     for ambiguous, _ in pairs(300):
         domain, slot, value = (ambiguous.ambiguity[k] for k in ("domain", "slot", "value"))
-        if ambiguous.ambiguity["kind"] in ("branch", "vague") or (ambiguous.ambiguity["kind"] == "underspecified"
-                                                                  and domain != "train"):
-            assert read_request(dict(ambiguous.requests)[domain], domain).get(slot) != value
+        told = ambiguous.ambiguity["kind"] in ("reference", "contradiction") or (slot, domain) == ("leaveAt", "train")
+        assert told or read_request(dict(ambiguous.requests)[domain], domain).get(slot) != value
 
 
 def test_vague_words_state_nothing():
@@ -208,8 +207,7 @@ def test_vague_words_state_nothing():
 
 def test_answers_open_no_request():
     for text in ("The north one, please.", "4 people.", "As I said, on friday.", "No, it should be for 4 people.",
-                 "Yes, please.",
-                 "I don't mind.", "That is wrong, I wanted it on monday.", "Just the one I mean.",
+                 "Yes, please.", "I don't mind.", "That is wrong, I wanted it on monday.", "Just the one I mean.",
                  "Thanks, that is all."):
         assert request_domain(text) is None, text
 
@@ -250,7 +248,9 @@ CHEAP = u("Find me a cheap restaurant, on friday, for 4 people, at 18:00.")
 FEW = u("Book a table at red wok north, for a few of us, on friday, at 18:00.")
 BOTH = u("Book a table at red wok north, on friday, for 2 people, at 18:00. There will be 6 of us.")
 TWO_BRANCHES = rows({"name": "red wok north", "area": "north"}, {"name": "red wok south", "area": "south"})
+ONE_AREA = rows({"name": "old fork", "area": "north"}, {"name": "tall oven", "area": "north"})
 TWO_AREAS = rows({"name": "old fork", "area": "north"}, {"name": "tall oven", "area": "south"})
+LATE = u("I need a train from cambridge to ely, on friday, leaving at 20:00 or later.")
 STAY = [u("Book a table at red wok north, on monday, for 2 people, at 18:00. We arrive in town on friday."),
         a("Booked, reference AAAA1111."),
         u("Also, book a room at old mill, from the same day, for 2 nights, for 2 people.")]
@@ -267,25 +267,20 @@ STAY = [u("Book a table at red wok north, on monday, for 2 people, at 18:00. We 
     ([WOK, CALL, TWO_BRANCHES, a("Which branch?"), u("Any of them is fine.")], BRANCH, False),
     ([WOK, CALL, TWO_BRANCHES, CALL, tool(reference="AAAA1111", name="red wok north")], BRANCH, False),  # booked
     ([WOK, CALL, tool(error="no restaurant"), CALL, TWO_BRANCHES], BRANCH, True),
-    ([WOK, CALL, rows({"name": "red wok north", "area": "north"})], BRANCH,
-     False),                    # db twin: one is left
-    ([u("Book a table at red wok south, for 4 people."), CALL, TWO_BRANCHES], BRANCH,
-     False),          # plain twin: said
+    ([WOK, CALL, TWO_BRANCHES, CALL, rows({"name": "red wok north"})], BRANCH, False),  # narrowed
+    ([WOK, CALL, rows({"name": "red wok north", "area": "north"})], BRANCH, False),  # db twin: one is left
+    ([u("Book a table at red wok south, for 4 people."), CALL, TWO_BRANCHES], BRANCH, False),  # plain twin: said
     # underspecified: a wish that several places meet
     ([CHEAP], AREA, False),
     ([CHEAP, CALL, TWO_AREAS], AREA, True),
     ([CHEAP, CALL, TWO_AREAS, a("Which area?"), u("In the north.")], AREA, False),
     ([CHEAP, CALL, rows({"name": "old fork", "area": "north"})], AREA, False),                         # db twin
-    ([CHEAP, CALL, rows({"name": "old fork", "area": "north"}, {"name": "tall oven", "area": "north"})], AREA,
-     False),  # differ in nothing open
-    ([u("Find me a cheap restaurant in the north, for 4 people."), CALL, TWO_AREAS], AREA,
-     False),     # plain twin: said
+    ([CHEAP, CALL, ONE_AREA], AREA, False),                                                            # alike in it
+    ([u("Find me a cheap restaurant in the north, for 4 people."), CALL, TWO_AREAS], AREA, False),     # plain: said
     ([u("Find me a cheap restaurant, for 4 people. Any will do."), CALL, TWO_AREAS], AREA, False),     # plain twin: any
     # trains: the earliest hour leaves the later ones open
-    ([u("I need a train from cambridge to ely, on friday, leaving at 20:00 or later."), CALL,
-      rows({"leaveAt": "20:00"}, {"leaveAt": "21:00"})], TRAIN, True),
-    ([u("I need a train from cambridge to ely, on friday, leaving at 20:00 or later."), CALL,
-      rows({"leaveAt": "20:00"})], TRAIN, False),
+    ([LATE, CALL, rows({"leaveAt": "20:00"}, {"leaveAt": "21:00"})], TRAIN, True),
+    ([LATE, CALL, rows({"leaveAt": "20:00"})], TRAIN, False),
     # vague words: at once, whatever a result shows
     ([FEW], PEOPLE, True),
     ([FEW, CALL, rows({"name": "red wok north"})], PEOPLE, True),
@@ -301,8 +296,7 @@ STAY = [u("Book a table at red wok north, on monday, for 2 people, at 18:00. We 
     ([BOTH, a("2 or 6 people?"), u("6 people, please.")], CLASH, False),
     # a clear scenario has no annotation
     ([FEW], None, False), ([WOK, CALL, TWO_BRANCHES], None, False), (STAY, None, False), ([], BRANCH, False),
-    ([u("We would like to stay at old mill.")], PEOPLE,
-     False)])                                       # another domain's request
+    ([u("We would like to stay at old mill.")], PEOPLE, False)])  # another domain's request
 def test_clarify_due_by_hand(history, ambiguity, expected):
     assert clarify_due(history, ambiguity) is expected
     if ambiguity:  # the hidden value is not read
@@ -351,16 +345,14 @@ def test_careless_agent_fails_often_where_asking_is_due():
     """Corrections off, as for rejected dialogues: the dialogue ends at the report of the wrong booking."""
     results = [outcome(s, play(s, Oracle(s.ambiguity, s.id, ask=0.0), max_corrections=0)) for s, _ in pairs(200, BASE)]
     assert 0.2 < sum(success for success, *_ in results) / 200 < 0.5
-    assert all((wrong, corrections, ended) == (not success, 0, "done") for success, wrong, corrections,
-               ended in results)
+    assert all(rest == [not success, 0, "done"] for success, *rest in results)
 
 
 def test_a_wrong_report_of_a_venue_is_put_right_by_one_correction():
-    """Name and area stand in every report, so the user can tell: success in the end, at the price of a wrong booking."""
+    """Name and area stand in every report, so the user can tell: success, at the price of a wrong booking."""
     for scenario in [s for s, _ in pairs(200, BASE) if s.ambiguity["slot"] in ("name", "area")]:
-        careless = [outcome(scenario,
-                            play(scenario, Oracle(scenario.ambiguity, scenario.id, ask=0.0), max_corrections=n))
-                            for n in (0, 2)]
+        agents = [Oracle(scenario.ambiguity, scenario.id, ask=0.0) for _ in range(2)]
+        careless = [outcome(scenario, play(scenario, agent, max_corrections=n)) for agent, n in zip(agents, (0, 2))]
         wrong = careless[0][1]
         assert careless == [(not wrong, wrong, 0, "done"), (True, wrong, wrong, "done")], scenario.id
 
@@ -385,8 +377,8 @@ def test_decision_points():
             assert len(points) == len(play(scenario).steps) and len({p["id"] for p in points}) == len(points)
             for p in points:
                 assert set(p) == keys and p["goal_id"] == scenario.id and p["messages"][-1]["role"] in ("user", "tool")
-                assert (p["twin_id"], p["twin_kind"], p["ambiguity"]) == (scenario.twin_id, scenario.twin_kind,
-                    scenario.ambiguity)
+                assert (p["twin_id"], p["twin_kind"]) == (scenario.twin_id, scenario.twin_kind)
+                assert p["ambiguity"] == scenario.ambiguity
                 assert p["clarify_expected"] is (p["stage"] == "ask")
                 json.dumps(p)
         assert [p["stage"] for p in asking].count("ask") == 1
@@ -421,16 +413,15 @@ def test_demonstrate_is_seeded_and_marks_what_is_learned():
     made = demonstrate(200_003)
     assert made == demonstrate(200_003) and len(made) == 2
     for messages, steps in made:
-        assert all(0 < n <= len(messages) and isinstance(text, str) and type(learned) is bool for n, text,
-                   learned in steps)
+        assert all(0 < n <= len(messages) and text and type(learned) is bool for n, text, learned in steps)
     assert all(learned for _, _, learned in made[1][1])  # a clear twin has nothing to leave out
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     dialogues = [d for seed in range(200_000, 200_008) for d in demonstrate(seed)]
-    return train_tokenizer([m["content"] for messages, _ in dialogues for m in messages] + [t for _,
-        steps in dialogues for _, t, _ in steps], 400)
+    texts = [m["content"] for messages, _ in dialogues for m in messages]
+    return train_tokenizer(texts + [text for _, steps in dialogues for _, text, _ in steps], 400)
 
 
 MESSAGES = [u("Hi."), a("Which day?"), u("Friday."), a("Booked.")]
@@ -451,17 +442,19 @@ def test_row_of_two_turns_by_hand(tokenizer):
     assert history == ("<|user|>Hi.<|end|><|assistant|>Which day?<|end|>"
                        "<|user|>Friday.<|end|><|assistant|>Booked.<|end|>")
     assert ids[part.index(1) + k[0] - 1] == tokenizer.eos_token_id
-    assert all(l for l, p in zip(learned, part) if p == 2 and l)
 
 
 def test_collate_hides_completions_from_all_that_follows():
-    """q of part 2 sees the history (0) before it and itself; a pad sees pads, so that no row of the softmax is empty."""
+    """q of part 2 sees the history (0) before it and itself; a pad sees pads: no row of the softmax is empty."""
     rows = [([7, 8, 9, 5, 6], [0, 1, 1, 2, 2], [0, 1, 0, 2, 0], [False, True, False, True, False]),
             ([7], [0], [0], [False])]
     ids, positions, mask, learned = collate(rows, pad=3)
     assert ids.tolist() == [[7, 8, 9, 5, 6], [7, 3, 3, 3, 3]] and positions.tolist()[1] == [0] * 5
     assert learned.sum() == 2
-    assert (mask[0, 0] == 0).int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0],
+    assert (mask[0, 0] == 0).int().tolist() == [[1, 0, 0, 0, 0],
+                                                [1, 1, 0, 0, 0],
+                                                [1, 0, 1, 0, 0],
+                                                [1, 0, 1, 1, 0],
                                                 [1, 0, 1, 0, 1]]
     assert mask.shape == (2, 1, 5, 5) and mask.isfinite().any(-1).all()
     assert set(mask.unique().tolist()) == {0.0, float("-inf")}
@@ -530,8 +523,8 @@ def test_tags_are_one_token_each_and_survive_decoding(tokenizer):
 def test_embedded_template_holds_the_visible_dialogue_only(tokenizer):
     """The system text and the tools are dropped on purpose; the prompt ends where the agent's turn begins."""
     text = tokenizer.decode(render_prompt(tokenizer, [*MESSAGES[:3], CALL, tool(total=0, rows=[])]))
-    assert text == ("<|user|>Hi.<|end|><|assistant|>Which day?<|end|><|user|>Friday.<|end|><|assistant|>" + CALL["content"]
-                    + '<|end|><|tool|>{"total": 0, "rows": []}<|end|><|assistant|>')
+    assert text == ("<|user|>Hi.<|end|><|assistant|>Which day?<|end|><|user|>Friday.<|end|><|assistant|>"
+                    + CALL["content"] + '<|end|><|tool|>{"total": 0, "rows": []}<|end|><|assistant|>')
 
 
 def test_a_name_reads_the_same_wherever_it_stands(tokenizer):

@@ -12,8 +12,7 @@ import pytest
 import env
 from env import (MAX_CALLS, MAX_TURNS, REFERENCE, SYSTEM_PROMPT, TOOLS, Database, HumanUser, Scenario, ScriptedUser,
                  Session, arrival, booking_satisfies, meets, merge_roles, misread, name_key, named, normalise,
-                 render_prompt,
-                 run_dialogues, score_dialogue, start_dialogue, to_minutes)
+                 render_prompt, run_dialogues, score_dialogue, start_dialogue, to_minutes)
 from data.speaker import Oracle, play
 from data.towns import KINDS, scenario_pair
 
@@ -56,9 +55,8 @@ def test_doctests():
 
 @pytest.mark.parametrize("text, expected", [
     ("5:45 pm", "17:45"), ("12:30 pm", "12:30"), ("12:30 am", "00:30"), ("5 pm", "17:00"), ("9:15", "09:15"),
-    ("1745", "17:45"),
-    ("17.45", "17:45"), ("after 9:15", "09:15"), ("24:07", "24:07"), ("5:45 P.M.", "17:45"), ("noon", "12:00"),
-    ("Midnight", "00:00")])
+    ("1745", "17:45"), ("17.45", "17:45"), ("after 9:15", "09:15"), ("24:07", "24:07"), ("5:45 P.M.", "17:45"),
+    ("noon", "12:00"), ("Midnight", "00:00")])
 def test_times(text, expected):
     """E02: 12- and 24-hour times; 24:07 stays on the next day."""
     assert normalise("time", text) == expected
@@ -169,18 +167,17 @@ def test_references_are_eight_characters_and_unique():
     assert len(set(references)) == 300 == len(s.ledger)
     assert all(REFERENCE.fullmatch(r) and len(r) == 8 for r in references)
     assert not REFERENCE.search("Your BOOKINGS number 12345678, abc12345, K7Q2M9XAB")
-    assert [session("a").call("book_hotel", ROOM) for _ in range(2)][0] == session("a").call("book_hotel",
-        ROOM)  # seeded
+    first = [session(seed).call("book_hotel", ROOM)["reference"] for seed in "aab"]
+    assert first[0] == first[1] != first[2]  # seeded
 
 
 def test_taxi_gives_a_car_and_no_reference():
     s = session()
     taxi = s.call("book_taxi", {"departure": "ely", "destination": "the station", "leaveAt": "5 pm"})
     assert set(taxi) == {"car", "phone"} and s.ledger == {}
-    assert s.call("book_taxi",
-                  {"departure": "ely", "destination": "cambridge"}) == {"error": "book_taxi needs leaveAt or arriveBy"}
-    assert "car" in s.call("book_taxi",
-                           {"departure": "ely", "destination": "cambridge", "arriveBy": "10:00", "leaveAt": ""})
+    way = {"departure": "ely", "destination": "cambridge"}
+    assert s.call("book_taxi", way) == {"error": "book_taxi needs leaveAt or arriveBy"}
+    assert "car" in s.call("book_taxi", {**way, "arriveBy": "10:00", "leaveAt": ""})
 
 
 @pytest.mark.parametrize("name, arguments, message", [
@@ -237,9 +234,9 @@ def test_times_of_trains_compare_as_minutes():
     late = train("23:00", "24:07")
     assert not meets(late, "arriveBy", "23:59") and meets(late, "arriveBy", "24:30")
     assert meets(train("19:00", "19:50"), "leaveAt", "9:15")  # "19:00" < "9:15" as strings
-    assert [row["leaveAt"] for row in TOWN.query("train", {"leaveAt": "09:00"})] == ["9:15", "19:00",
-        "23:00"]  # in order
-    assert [row["leaveAt"] for row in TOWN.query("train", {"arriveBy": "19:50"})] == ["05:01", "9:15", "19:00"]
+    wishes = ({"leaveAt": "09:00"}, {"arriveBy": "19:50"})
+    leaving = [[row["leaveAt"] for row in TOWN.query("train", wish)] for wish in wishes]
+    assert leaving == [["9:15", "19:00", "23:00"], ["05:01", "9:15", "19:00"]]  # in order
 
 
 @pytest.mark.parametrize("info, expected", [
@@ -255,9 +252,8 @@ def test_train_goal_is_a_bound(info, expected):
 
 
 def test_book_train_past_midnight():
-    result = session().call("book_train",
-                            {"departure": "Cambridge", "destination": "ely", "day": "friday", "leaveAt": "11 pm",
-                             "people": "2"})
+    wish = {"departure": "Cambridge", "destination": "ely", "day": "friday", "leaveAt": "11 pm", "people": "2"}
+    result = session().call("book_train", wish)
     assert result.items() >= {"leaveAt": "23:00", "arriveBy": "24:07"}.items() and "trainID" not in result
 
 
@@ -341,8 +337,8 @@ def test_goal_is_read_as_the_tools_read_it():
     goal = {"restaurant": {"info": {"name": "The Golden Wok North", "area": "dontcare"},
                            "book": {"people": 4, "day": "Friday", "time": "6 pm"}}}
     assert booking_satisfies(goal, RIGHT)
-    assert not booking_satisfies({"restaurant": {**goal["restaurant"], "info": {"name": "golden wok"}}},
-                                 RIGHT)  # a full name
+    goal["restaurant"]["info"]["name"] = "golden wok"  # a goal names its venue in full
+    assert not booking_satisfies(goal, RIGHT)
 
 
 # ---- the scripted user
@@ -408,9 +404,8 @@ def test_gives_up_after_three_in_a_row_that_advance_nothing():
     u = user()
     assert [u("Hm.")[1] for _ in range(3)] == ["continue", "continue", "gave_up"]
     u = user()
-    assert [u(t)[1]
-            for t in ("Hm.", "Which one?", "Which branch?", "Hm.", "Hm.",
-                      "Which one?")] == ["continue"] * 5 + ["gave_up"]
+    told = [u(t)[1] for t in ("Hm.", "Which one?", "Which branch?", "Hm.", "Hm.", "Which one?")]
+    assert told == ["continue"] * 5 + ["gave_up"]
 
 
 def test_one_refusal_then_out_of_scope():
@@ -471,10 +466,9 @@ def test_same_seed_same_user():
 def test_never_tells_a_goal_value_nobody_asked_for():
     """U01: over 200 scenarios and random talk that asks for nothing; its own requests are all that it volunteers."""
     talk = ("Lovely weather.", "Do you like music?", "Let me check.", "", "Is it urgent?", "I can help with that!",
-            "Which one?",
-            "Could you be more precise?", "Shall I book it?", "Anything else?", "What do you mean?",
-            "I found several places.",
-            "Would you like me to go ahead and book?", "<think>x</think>", "Reference?", "Please wait...", "Why?")
+            "Which one?", "Could you be more precise?", "Shall I book it?", "Anything else?", "What do you mean?",
+            "I found several places.", "Would you like me to go ahead and book?", "<think>x</think>", "Reference?",
+            "Please wait...", "Why?")
     for seed in range(100):
         for pair in scenario_pair(seed, EVERYTHING, KINDS):
             rng, u = random.Random(seed), ScriptedUser(pair, seed)
@@ -613,10 +607,9 @@ def test_unknown_tool_is_answered_and_the_dialogue_goes_on():
 
 def test_last_words_of_the_user_are_kept_and_silence_adds_no_message():
     """U04"""
-    assert talk(agent_of(THINK + "Done."), user_of(HI, ("No, that is all.", "done"))).messages[-1] == {"role": "user",
-        "content": "No, that is all."}
-    assert talk(agent_of(THINK + "Done."), user_of(HI, ("", "done"))).messages[-1] == {"role": "assistant",
-        "content": "Done."}
+    ends = (("No, that is all.", "done"), ("", "done"))
+    last = [talk(agent_of(THINK + "Done."), user_of(HI, end)).messages[-1] for end in ends]
+    assert last == [{"role": "user", "content": "No, that is all."}, {"role": "assistant", "content": "Done."}]
 
 
 def test_yes_leaves_the_agent_a_turn_to_book():
@@ -676,8 +669,8 @@ def test_the_user_hears_visible_agent_text_only():
             return super().__call__(text)
     oracle = Oracle(pair.ambiguity)
     dialogue = run_dialogues(lambda hs: [oracle(h) for h in hs], [start_dialogue(pair, Spy(pair))])[0]
-    visible = [m["content"] for m in dialogue.messages if m["role"] == "assistant"
-               and not m["content"].startswith("<tool_call>")]
+    spoken = [m["content"] for m in dialogue.messages if m["role"] == "assistant"]
+    visible = [text for text in spoken if not text.startswith("<tool_call>")]
     assert heard == [None, *visible] and not any("<" in text or "{" in text for text in visible)
 
 
@@ -698,18 +691,22 @@ def test_the_policy_sees_neither_goal_nor_hidden_fields():
 # ---- the prompt and other people's templates
 
 CHATML = (  # Qwen2.5-like
-    "{%- if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    "{{ '\n# Tools\n' }}{%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{%- if tools %}{{ '<|im_start|>system\n' }}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{{ '\n# Tools\n' }}{%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}{% if m.role == 'tool' %}"
     "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
-    "{% elif not (loop.first and m.role == 'system') %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% elif not (loop.first and m.role == 'system') %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 LOOP, SHOW = "{{ bos_token }}{% for m in messages %}", "[{{ m.role }}]{{ m.content }}[/]"
 CLOSE = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 DROPS_TOOLS = LOOP + SHOW + CLOSE
 NO_SYSTEM = (  # Gemma-like: raises on the system role and on two turns of one role in a row
     LOOP + "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}" + SHOW + CLOSE)
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    + SHOW + CLOSE)
 NO_TOOL_ROLE = LOOP + "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + SHOW + CLOSE
 FORGETS_TOOL_ROLE = LOOP + "{% if m.role != 'tool' %}" + SHOW + "{% endif %}" + CLOSE
 HISTORY = [{"role": "user", "content": "A table."}, {"role": "assistant", "content": "Which day?"},

@@ -1,0 +1,438 @@
+"""What holds speakrl.py: settings, data order, one step, evaluation, checkpoints and resume, chat, the README's commands."""
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import speakrl
+from data.towns import scenario_pair
+from rewards import DIMENSIONS, RuleJudge, Verdict
+from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, parse_settings,
+                     points_of_pair, read_points, save_checkpoint, stream, training_points, wilson)
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = dict(towns=6, prompts=2, group=4, goals=1, max_new_tokens=60, guard_every=2, save_every=1)
+FLAGS = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items()]
+TIMES = ("seconds", "sample_seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(Settings().model, Settings(**SMALL))
+
+
+def run_cli(*arguments, cwd=ROOT, **kw):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(ROOT / "speakrl.py"), *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, **kw)
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+@pytest.mark.parametrize("argv, words", [
+    (["train", "--stepz", "3"], ["--stepz"]), (["tran"], ["tran"]), (["train", "--steps", "many"], ["--steps", "many"]),
+    (["train", "--lr", "-1"], ["--lr", "-1"]), (["train", "--lr", "nan"], ["--lr"]), (["train", "--group", "1"], ["--group", "at least 2"]),  # G04
+    (["train", "--norm", "tokens"], ["--norm", "token"]), (["train", "--prompts", "8", "--minibatch", "3"], ["--minibatch 3"]),
+    (["train", "--judge", "gpt"], ["--judge"]), (["train", "--model", "/no/such/folder"], ["/no/such/folder"]),
+    (["train", "--data", "/no/such.jsonl"], ["/no/such.jsonl"]), (["train", "--resume", "--out", "/tmp/no-such-run"], ["holds no run"]),
+    (["eval", "--multiwoz", "/no/such/folder"], ["/no/such/folder"])])
+def test_what_is_mistyped_is_refused_in_one_line(argv, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    error = [line for line in error if "Loading" not in line]
+    assert len(error) == 1 and error[0].startswith("speakrl: ") and all(word in error[0] for word in words), error
+
+
+def test_every_field_is_a_flag_with_a_comment(capsys):
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"])
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(Settings):
+        assert "--" + field.name.replace("_", "-") in text
+
+
+def test_the_paper_preset_resolves_and_flags_win_over_it():
+    _, settings = parse_settings(["train", "--preset", "paper", "--group", "8"])
+    assert (settings.model, settings.prompts, settings.minibatch, settings.group, settings.lr) == ("Qwen/Qwen2.5-7B-Instruct", 512, 128, 8, 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+def write(path, *lines, raw=None):
+    path.write_bytes(raw if raw is not None else "\n".join(lines).encode())
+    return str(path)
+
+
+ROW = {"id": "a", "messages": [{"role": "user", "content": "A table for a few of us."}], "clarify_expected": False}
+
+
+def test_points_are_read_past_a_byte_order_mark_and_crlf(tmp_path):
+    """D04"""
+    line = json.dumps(ROW).encode()
+    points = read_points(write(tmp_path / "d.jsonl", raw=b"\xef\xbb\xbf" + line + b"\r\n\r\n" + line + b"\r\n"), "rule")
+    assert [p["id"] for p in points] == ["a", "a"]
+
+
+@pytest.mark.parametrize("line, words", [
+    ("bad", "line 2: no JSON"), ("[1]", "line 2: a decision point needs"), (json.dumps({**ROW, "messages": []}), "line 2: messages"),
+    (json.dumps({**ROW, "messages": [{"role": "system", "content": "x"}]}), "line 2: messages"),
+    (json.dumps({**ROW, "clarify_expected": "yes"}), "line 2: clarify_expected"),
+    (json.dumps({**ROW, "clarify_expected": True}), "line 2: the rule judge needs")])
+def test_a_bad_line_stops_with_file_line_and_reason(tmp_path, line, words):
+    """D06"""
+    with pytest.raises(UserError, match=re.escape("d.jsonl, " + words)):
+        read_points(write(tmp_path / "d.jsonl", json.dumps(ROW), line), "rule")
+
+
+def test_points_that_are_too_long_are_dropped_and_counted_never_cut(policy):
+    """D08, D09"""
+    settings = dataclasses.replace(policy.settings, max_prompt=150)
+    stages, dropped = training_points(settings, policy)
+    whole, none = training_points(policy.settings, policy)
+    assert none == 0 and dropped > 0
+    assert sum(map(len, stages.values())) + dropped == sum(map(len, whole.values()))
+    assert all(len(p["prompt"]) <= 150 for points in stages.values() for p in points)
+
+
+def test_literal_mode_trains_only_where_a_question_is_due(policy):
+    stages, _ = training_points(dataclasses.replace(policy.settings, reward="literal"), policy)
+    assert set(stages) == {"ask"}
+
+
+def test_order_is_a_function_of_seed_and_step_and_goes_through_all():
+    """K08, K10: the points of steps 0..n are the same whether or not the run was interrupted, none repeated within a pass."""
+    stages = {"ask": [{"id": f"a{i}"} for i in range(8)], "twin": [{"id": f"t{i}"} for i in range(4)], "other": [{"id": f"o{i}"} for i in range(4)]}
+    settings = Settings(prompts=8)
+    seen = [[p["id"] for p in draw_points(stages, step, settings)] for step in range(4)]
+    assert [len(s) for s in seen] == [8] * 4
+    assert seen[3] == [p["id"] for p in draw_points(stages, 3, settings)]
+    asks = [i for s in seen for i in s if i[0] == "a"]
+    assert sorted(asks[:8]) == sorted(asks[8:]) == [f"a{i}" for i in range(8)] and asks[:8] != asks[8:]
+    assert seen != [[p["id"] for p in draw_points(stages, step, Settings(prompts=8, seed=1))] for step in range(4)]
+
+
+def test_a_missing_stage_leaves_its_place_to_the_others():
+    assert len(draw_points({"ask": [{"id": "a"}]}, 0, Settings(prompts=8))) == 8
+
+
+# ------------------------------------------------------------------------------------------------- the policy
+
+def test_weights_are_float32_whatever_the_folder_holds(policy, tmp_path):
+    policy.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    policy.model.float()
+    assert {p.dtype for p in Policy(str(tmp_path), Settings()).model.parameters()} == {torch.float32}
+    policy.model.load_state_dict(Policy(Settings().model, Settings()).model.state_dict())  # the rounding is undone
+
+
+def test_tags_survive_decoding_and_the_end_token_does_not(policy):
+    """C09, C10"""
+    text = "<think>a</think><clarify>b?</clarify>"
+    assert policy.text(policy.tokenizer.encode(text, add_special_tokens=False) + sorted(policy.eos_ids)) == text
+
+
+def test_saved_and_reloaded_tokenizer_gives_the_same_ids(policy, tmp_path):
+    policy.model.save_pretrained(tmp_path), policy.tokenizer.save_pretrained(tmp_path)
+    again = Policy(str(tmp_path), Settings())
+    for point in points_of_pair(scenario_pair(0)) + points_of_pair(scenario_pair(3 * 10**6)):
+        assert again.prompt(point["messages"]) == policy.prompt(point["messages"])
+        assert policy.tokenizer.decode(policy.prompt(point["messages"])[:-1]).count("<|user|>") >= 1
+
+
+def test_the_agent_gives_none_for_a_history_that_is_too_long(policy):
+    short, long = [{"role": "user", "content": "Hello."}], [{"role": "user", "content": "Hello. " * 2000}]
+    texts = policy.agent(0)([long, short])
+    assert texts[0] is None and isinstance(texts[1], str)
+
+
+# ------------------------------------------------------------------------------------------------- one step
+
+def points_for(policy, count=2):
+    points = [p for seed in range(8) for p in points_of_pair(scenario_pair(seed)) if p["stage"] == "ask"][:count]
+    return [{**p, "prompt": policy.prompt(p["messages"])} for p in points]
+
+
+def fresh(policy_path, **changes):
+    policy = Policy(policy_path, Settings(**{**SMALL, **changes}))
+    return policy, torch.optim.AdamW(policy.model.parameters(), lr=policy.settings.lr, weight_decay=0.0)
+
+
+def test_unknown_rewards_leave_the_group_and_never_become_numbers():
+    """G10, G11: a judge that fails on every question; only rows without a question have a reward."""
+    policy, optimiser = fresh(Settings().model, group=16)
+    outage = lambda items: [Verdict(None, "unreachable") for _ in items]
+    metrics, rows = grpo_step(policy, optimiser, points_for(policy), outage, policy.settings, 0)
+    asked = [r for r in rows if r["judge"] == "unreachable"]
+    assert asked and all(r["reward"] is None and r["clarify"] is None for r in asked)
+    assert metrics["judge_failed"] == len(asked) and metrics["clarify_over_asked"] is None
+    assert all(math.isfinite(v) for p in policy.model.parameters() for v in (p.sum().item(),))
+
+
+def test_minibatches_and_epochs_use_log_probs_fixed_before_the_first_update():
+    policy, optimiser = fresh(Settings().model, minibatch=1, epochs=2, group=8)
+    metrics, _ = grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
+    assert metrics["flat"] < 1 and metrics["kl_old_new"] > 0  # later updates see ratios that are not 1
+    policy, optimiser = fresh(Settings().model, group=8)
+    metrics, _ = grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
+    assert metrics["kl_old_new"] == 0 and metrics["clip_fraction"] == 0  # one update: ratio 1
+
+
+def test_micro_batches_do_not_change_the_update():
+    weights = []
+    for micro_rows in (1, 3, 64):
+        policy, optimiser = fresh(Settings().model, micro_rows=micro_rows, group=8)
+        grpo_step(policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), points_for(policy), RuleJudge(), policy.settings, 0)
+        weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
+    assert (weights[0] - weights[2]).abs().max() < 1e-5 and (weights[1] - weights[2]).abs().max() < 1e-5
+
+
+def test_a_step_of_flat_groups_changes_nothing():
+    policy, optimiser = fresh(Settings().model)
+    before = [p.clone() for p in policy.model.parameters()]
+    full = lambda items: [Verdict(dict.fromkeys(DIMENSIONS, 1), "") for _ in items]
+    points = points_for(policy)
+    policy.sample = lambda prompts, G, seed: [[5, *policy.eos_ids]] * (len(prompts) * G)
+    metrics, _ = grpo_step(policy, optimiser, points, full, policy.settings, 0)
+    assert metrics["flat"] == 1 and all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))
+
+
+def test_the_hidden_value_changes_no_prompt_and_no_reward(policy):
+    rows = []
+    for value in ("x", "y"):
+        points = [{**p, "ambiguity": {**p["ambiguity"], "value": value}} for p in points_for(policy, 4)]
+        completions = policy.sample([p["prompt"] for p in points], 2, 7)
+        scored = speakrl.score_completions(policy, [p for p in points for _ in range(2)], completions, RuleJudge(), "conditional")
+        rows.append([(r["reward"], r["format"], r["clarify"]) for r in scored])
+    assert rows[0] == rows[1]
+
+
+def test_a_marker_in_thinks_reaches_no_judge():
+    heard = []
+    judge = lambda items: heard.extend(items) or [Verdict(dict.fromkeys(DIMENSIONS, 3), "") for _ in items]
+    policy = SimpleNamespace(text=lambda c: c, prefilled_think=False, eos_ids={1})
+    point = {"id": "a", "messages": ROW["messages"], "clarify_expected": True, "ambiguity": {"kind": "vague"}}
+    speakrl.score_completions(policy, [point], ["<think>MARKER</think><clarify>How many?</clarify>"], judge, "conditional")
+    assert heard == [(ROW["messages"], "How many?", {"kind": "vague"})]
+
+
+def test_the_guard_knows_a_policy_that_lost_its_skill(policy):
+    guard = Guard(policy, 8)
+    before = guard()
+    state = {k: v.clone() for k, v in policy.model.state_dict().items()}
+    with torch.no_grad():
+        policy.model.lm_head.weight.normal_()
+    after = guard()
+    policy.model.load_state_dict(state)
+    assert before["guard_exact"] > 0.5 > after["guard_exact"] and before["guard_logp"] > after["guard_logp"]
+    assert guard() == before
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+def test_wilson_interval():
+    assert [round(v, 3) for v in wilson(0.5, 100)] == [0.404, 0.596]
+    assert wilson(1.0, 400)[0] < 0.995
+
+
+def test_eval_writes_every_promised_key(tmp_path, capsys):
+    assert main(["eval", "--goals", "2", "--repeats", "2", "--show", "1", "--max-new-tokens", "60", "--json", str(tmp_path / "e.json")]) == 0
+    figures = json.loads((tmp_path / "e.json").read_text())
+    promised = """success success_ambiguous success_clear success_uncorrected success_uncorrected_ambiguous success_uncorrected_clear pass_at_k
+        turns turns_cap ask_rate_ambiguous ask_rate_clear ask_rate_clear_plain ask_rate_clear_db questions_per_dialogue repeat_questions
+        reply_questions wrong_bookings corrections format when clarify think_tokens clarify_tokens episodes repeats ended intervals"""
+    assert set(promised.split()) <= set(figures)
+    assert figures["episodes"] == 8 and figures["repeats"] == 2 and sum(figures["ended"].values()) == 8
+    assert figures["pass_at_k"] >= figures["success"]
+    assert "user:" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- the run folder
+
+def tensors(folder):
+    from safetensors.torch import load_file
+    return {**load_file(folder / "model.safetensors"), **{"opt." + k: v for k, v in load_file(folder / "optimiser.safetensors").items()}}
+
+
+def lines(path, drop=()):
+    return [{k: v for k, v in json.loads(line).items() if k not in drop} for line in path.read_text().splitlines()]
+
+
+def same_run(a, b, step):
+    x, y = (tensors(f / "checkpoints" / f"step-{step:06d}") for f in (a, b))
+    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+    assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
+    assert lines(a / "metrics.jsonl", TIMES) == lines(b / "metrics.jsonl", TIMES)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(["train", "--steps", "6", "--out", str(folder), *FLAGS]) == 0
+    return folder
+
+
+def test_resume_is_exact(whole, tmp_path):
+    """K09, K10, K14: six steps equal three, a new process's worth of forgetting, and three more."""
+    assert main(["train", "--steps", "3", "--out", str(tmp_path / "r"), *FLAGS]) == 0
+    torch.manual_seed(12345)  # no generator state is needed
+    assert main(["train", "--steps", "6", "--resume", "--out", str(tmp_path / "r"), *FLAGS]) == 0
+    same_run(whole, tmp_path / "r", 6)
+    changed = tensors(whole / "checkpoints" / "step-000006")
+    start = Policy(Settings().model, Settings()).model.state_dict()
+    assert any(not torch.equal(changed[k], start[k]) for k in start if k in changed), "nothing was learnt: the test could not fail"
+
+
+def test_a_run_killed_between_checkpoints_resumes_from_the_last_one(whole, tmp_path):
+    """K04: lines behind the checkpoint, a half line, and a half-written checkpoint are dropped."""
+    folder = tmp_path / "r"
+    assert main(["train", "--steps", "2", "--out", str(folder), *FLAGS]) == 0
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "reward": 9}\n{"step": 4, "rew')
+    (folder / "checkpoints" / ".part-step-000003").mkdir()
+    (folder / "checkpoints" / ".part-step-000003" / "model.safetensors").write_text("half")
+    assert main(["train", "--steps", "6", "--resume", "--out", str(folder), *FLAGS]) == 0
+    same_run(whole, folder, 6)
+    assert not list((folder / "checkpoints").glob(".part*"))
+
+
+def test_only_the_last_checkpoints_are_kept_and_no_pickle_is_written(whole):
+    assert [p.name for p in sorted((whole / "checkpoints").iterdir())] == ["step-000005", "step-000006"]
+    assert not [p for p in whole.rglob("*") if p.suffix in (".pt", ".pth", ".bin", ".pkl")]
+
+
+def test_a_checkpoint_is_an_ordinary_model_folder(whole):
+    """K01, K02: tied weights come back tied, logits equal."""
+    from transformers import AutoModelForCausalLM
+    path = newest_checkpoint(str(whole))
+    a, b = AutoModelForCausalLM.from_pretrained(path), Policy(str(whole), Settings()).model
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(a(ids).logits, b(ids).logits)
+    assert b.lm_head.weight.data_ptr() == b.model.embed_tokens.weight.data_ptr()
+
+
+def test_changed_settings_are_refused_on_resume_and_all_named(whole, capsys):
+    """K11"""
+    flags = [f for f in FLAGS if "group" not in f]
+    assert main(["train", "--steps", "7", "--resume", "--out", str(whole), "--lr", "5e-6", "--group", "8", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "--lr was 0.001" in error.replace("1e-03", "0.001") or "--lr was" in error
+    assert "--group was 4, is 8" in error
+
+
+def test_a_run_is_not_written_over(whole, capsys):
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert main(["train", "--steps", "6", "--out", str(whole), *FLAGS]) == 2
+    assert "holds a run already" in capsys.readouterr().err and (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(whole, tmp_path, monkeypatch):
+    """K06"""
+    policy, optimiser = fresh(Settings().model)
+    save_checkpoint(tmp_path, 1, policy, optimiser, {"samples_seen": 8}, keep=1)
+    monkeypatch.setattr(speakrl, "write_json", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UserError, match=r"step-000002.*No space left.*free"):
+        save_checkpoint(tmp_path, 2, policy, optimiser, {"samples_seen": 16}, keep=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+    Policy(str(tmp_path / "step-000001"), Settings())
+
+
+def test_run_folder_holds_what_the_readme_says(whole):
+    settings = json.loads((whole / "settings.json").read_text())
+    assert settings["prompts"] == 2 and settings["out"] == str(whole)
+    metrics = lines(whole / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 7)) and metrics[-1]["samples_seen"] == 48
+    assert {"reward", "format", "when", "clarify_over_due", "clarify_over_asked", "ask_due", "ask_clear", "think_tokens", "clarify_tokens", "flat",
+            "truncated", "entropy", "grad_norm", "kl_old_new", "clip_fraction"} <= set(metrics[0])
+    assert "guard_logp" in metrics[1] and "guard_logp" not in metrics[0]
+    assert [e["step"] for e in lines(whole / "evals.jsonl")] == [0, 6]
+    samples = lines(whole / "samples.jsonl")
+    assert len(samples) == 48 and {"step", "id", "due", "think", "question", "format", "when", "clarify", "reward", "judge"} <= set(samples[0])
+
+
+def test_a_file_cut_inside_a_line_is_cut_back(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_back(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, str(ROOT / "speakrl.py"), "train", "--steps", "500", "--out", str(tmp_path / "r"), *FLAGS],
+                               env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "stopped after step" in rest, rest
+    step = int(re.search(r"stopped after step (\d+)", rest)[1])
+    assert newest_checkpoint(str(tmp_path / "r")).endswith(f"step-{step:06d}")
+    assert [m["step"] for m in lines(tmp_path / "r" / "metrics.jsonl")] == list(range(1, step + 1))
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_end_in_the_same_weights(whole, tmp_path):
+    import random
+    rng, folder, kills = random.Random(0), tmp_path / "r", 0
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    while True:
+        resume = ["--resume"] if (folder / "settings.json").exists() else []
+        process = subprocess.Popen([sys.executable, str(ROOT / "speakrl.py"), "train", "--steps", "6", "--out", str(folder), *FLAGS, *resume],
+                                   env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if kills == 10:
+            assert process.wait(timeout=300) == 0, process.stdout.read()
+            break
+        time.sleep(rng.uniform(3, 14))  # from within the start to past the first steps
+        process.kill()
+        process.wait()
+        kills += 1
+    same_run(whole, folder, 6)
+
+
+# ------------------------------------------------------------------------------------------------- chat, and the README
+
+def test_chat_talks_and_shows_what_was_hidden():
+    done = run_cli("chat", "--max-new-tokens", "60", input="I need a table at golden wok, for 4 people, on friday, at 18:00.\n\n")
+    assert done.returncode == 0 and "you>" in done.stdout and "think:" in done.stdout, done.stderr
+
+
+def readme_commands():
+    text = (ROOT / "README.md").read_text()
+    return sorted({line.strip().split("  #")[0].strip() for block in re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S)
+                   for line in block.splitlines() if line.strip().startswith("python speakrl.py")})
+
+
+def test_every_readme_command_parses():
+    commands = readme_commands()
+    assert len(commands) >= 5
+    for command in commands:
+        parse_settings([part.strip('"') for part in command.split()[2:]])
+
+
+def test_readme_commands_run_at_toy_size(whole, tmp_path):
+    """All but the paper-scale ones (a preset) and chat, which has its own test; a run folder in them becomes the small run's."""
+    for command in readme_commands():
+        if "--preset" in command or " chat" in command or "MULTIWOZ" in command.upper() or "--data" in command:
+            continue
+        argv = [str(whole) if re.match(r"runs/", part) else part for part in command.split()[2:]]
+        argv = [a for i, a in enumerate(argv) if a not in ("--goals", "--steps", "--repeats", "--show", "--out") and
+                (i == 0 or argv[i - 1] not in ("--goals", "--steps", "--repeats", "--show", "--out"))]
+        argv = [str(tmp_path / "e.json") if a.endswith(".json") else a for a in argv]
+        if "--resume" in argv:
+            argv += ["--out", str(whole), "--steps", "6", *FLAGS]
+        elif argv[0] == "train":
+            argv += ["--out", str(tmp_path / f"run{time.time_ns()}"), "--steps", "1", *FLAGS]
+        else:
+            argv += ["--goals", "1", "--show", "1"]
+        assert main(argv) == 0, command
