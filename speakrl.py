@@ -33,7 +33,8 @@ import torch
 
 from data.speaker import decision_points, play
 from data.towns import SPLITS, scenario_pair
-from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue, start_dialogue)
+from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue,
+                 start_dialogue)
 from grpo import group_advantages, policy_loss, row_weights, sample, token_logprobs
 from rewards import RuleJudge, needs_judge, reward_parts
 
@@ -92,8 +93,8 @@ CHOICES = {"method": ("grpo",), "norm": ("sequence", "token", "constant"), "rewa
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz"}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
-PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048, max_new_tokens=1024,
-                         micro_rows=4, towns=20000, device="cuda")}
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048,
+                         max_new_tokens=1024, micro_rows=4, towns=20000, device="cuda")}
 
 
 def parse_settings(argv: list[str]) -> tuple[str, Settings]:
@@ -106,7 +107,8 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     for line in Path(__file__).read_text().split("class Settings", 1)[1].split("CHOICES =", 1)[0].splitlines():
         if ":" in line and "#" in line:
             notes[line.split(":")[0].strip()] = line.split("#", 1)[1].strip()
-    parser = Parser(prog="python speakrl.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(prog="python speakrl.py", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "eval", "chat"))
     parser.add_argument("--preset", choices=tuple(PRESETS), help="paper: the settings of the paper's kin for Qwen2.5-7B")
     for field in dataclasses.fields(Settings):
@@ -119,8 +121,8 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     command, preset = given.pop("command"), PRESETS.get(given.pop("preset", ""), {})
     settings = Settings(**{**preset, **given})
-    for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1, micro_rows=1,
-                            goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+    for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
+                            micro_rows=1, goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
     for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high"):
@@ -306,7 +308,8 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     flat_P = (adv_B.view(P, G) == 0).all(1)
 
     def logprobs(rows):  # P = B here: the rows of a micro-batch may come from different groups
-        return token_logprobs(model, [points[b // G]["prompt"] for b in rows], [completions_B[b] for b in rows], settings.temperature, policy.pad_id)
+        prompts = [points[b // G]["prompt"] for b in rows]
+        return token_logprobs(model, prompts, [completions_B[b] for b in rows], settings.temperature, policy.pad_id)
 
     def cut(rows):  # rows of similar length together
         rows = sorted(rows, key=lambda b: len(points[b // G]["prompt"]) + len(completions_B[b]))
@@ -334,20 +337,23 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
                 old_BT = torch.zeros_like(old_BT)
                 for i, b in enumerate(rows):
                     old_BT[i, :len(old_logp[b])] = old_logp[b]
-            loss, metrics = policy_loss(logp_BT, old_BT, adv_B[rows].to(logp_BT.device), mask_BT,
-                                        torch.stack([weight_B[b] for b in rows]).to(logp_BT.device), (settings.clip_low, settings.clip_high))
+            weights = torch.stack([weight_B[b] for b in rows]).to(logp_BT.device)
+            loss, metrics = policy_loss(logp_BT, old_BT, adv_B[rows].to(logp_BT.device), mask_BT, weights,
+                                        (settings.clip_low, settings.clip_high))
             loss.backward()
             totals = {name: value + metrics[name].item() for name, value in totals.items()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
         if not math.isfinite(norm):
-            raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact. Lower --lr and resume from it.")
+            raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact: start again with a lower --lr")
         norms.append(norm)
         if any(adv_B[b] != 0 for b in rows_all):  # AdamW would move the weights by its momentum alone
             optimiser.step()
 
     weight = totals.pop("weight") or 1.0
-    return {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()}, "flat": flat_P.float().mean().item(),
-            "grad_norm": sum(norms) / len(norms), "sample_seconds": sampled, "tokens_per_second": lengths_B.sum().item() / sampled}, rows_B
+    metrics = {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()},
+               "flat": flat_P.float().mean().item(), "grad_norm": sum(norms) / len(norms), "sample_seconds": sampled,
+               "tokens_per_second": lengths_B.sum().item() / sampled}
+    return metrics, rows_B
 
 
 def mean(values) -> float | None:
@@ -382,7 +388,8 @@ class Guard:
     def __init__(self, policy: Policy, count: int = 64):
         self.policy, self.prompts, self.calls = policy, [], []
         seed = SPLITS["valid"] + 500_000  # not the towns of the evaluation
-        think = policy.tokenizer.encode(self.THINK.removeprefix("<think>" if policy.prefilled_think else ""), add_special_tokens=False)
+        opening = "<think>" if policy.prefilled_think else ""
+        think = policy.tokenizer.encode(self.THINK.removeprefix(opening), add_special_tokens=False)
         while len(self.calls) < count:
             for scenario in scenario_pair(seed):
                 dialogue = play(scenario)
@@ -398,13 +405,21 @@ class Guard:
         ids = [policy.tokenizer.encode(call, add_special_tokens=False) for call in self.calls]
         logp_BT, mask_BT = token_logprobs(policy.model, self.prompts, ids, 1.0, policy.pad_id)
         greedy = [policy.text(c) for c in policy.sample(self.prompts, 1, 0, temperature=0)]
-        return {"guard_logp": (logp_BT.sum() / mask_BT.sum()).item(), "guard_exact": mean([a == b for a, b in zip(greedy, self.calls)])}
+        return {"guard_logp": (logp_BT.sum() / mask_BT.sum()).item(),
+                "guard_exact": mean([a == b for a, b in zip(greedy, self.calls)])}
 
 
 # ------------------------------------------------------------------------------------------------- 4. evaluation
 
-RATES = ("success", "success_ambiguous", "success_clear", "success_uncorrected", "success_uncorrected_ambiguous", "success_uncorrected_clear",
-         "pass_at_k", "ask_rate_ambiguous", "ask_rate_clear", "ask_rate_clear_plain", "ask_rate_clear_db")
+# (what eval prints, its key in eval --json)
+SHOWN = (("success, ambiguous", "success_ambiguous"), ("  without a correction", "success_uncorrected_ambiguous"),
+         ("success, clear", "success_clear"), ("  without a correction", "success_uncorrected_clear"),
+         ("asks, ambiguous", "ask_rate_ambiguous"), ("asks, clear, plain twin", "ask_rate_clear_plain"),
+         ("asks, clear, database twin", "ask_rate_clear_db"), ("questions a dialogue", "questions_per_dialogue"),
+         ("repeated questions", "repeat_questions"), ("questions as plain replies", "reply_questions"),
+         ("wrong bookings", "wrong_bookings"), ("corrections", "corrections"), ("turns", "turns"),
+         ("turns, failures as 20", "turns_cap"), ("format, held-out points", "format"), ("when", "when"),
+         ("clarify, missing as 0", "clarify"), ("think tokens", "think_tokens"), ("question tokens", "clarify_tokens"))
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:
@@ -435,11 +450,12 @@ def goal_record(dialogue) -> dict:
     """What one dialogue came to."""
     success, wrong = score_dialogue(dialogue.scenario.goal, dialogue.session.ledger, dialogue.messages)
     questions = [turn.clarify.lower() for _, _, turn in dialogue.steps if turn.clarify and not turn.errors]
-    return {"id": dialogue.scenario.id, "twin_kind": dialogue.scenario.twin_kind, "ambiguous": dialogue.scenario.ambiguity is not None,
-            "success": success, "uncorrected": success and dialogue.user.corrections == 0, "turns": dialogue.turns, "ended": dialogue.ended,
+    scenario, user = dialogue.scenario, dialogue.user
+    return {"id": scenario.id, "twin_kind": scenario.twin_kind, "ambiguous": scenario.ambiguity is not None, "success": success,
+            "uncorrected": success and user.corrections == 0, "turns": dialogue.turns, "ended": dialogue.ended,
             "asked": bool(questions), "questions": len(questions), "repeat_questions": len(questions) - len(set(questions)),
             "reply_questions": sum("?" in (turn.reply or "") for _, _, turn in dialogue.steps),
-            "corrections": dialogue.user.corrections, "wrong_bookings": wrong}
+            "corrections": user.corrections, "wrong_bookings": wrong}
 
 
 def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> tuple[dict, list]:
@@ -447,32 +463,25 @@ def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Setting
     runs = [play_scenarios(policy, scenarios, repeat, settings) for repeat in range(settings.repeats)]
     records = [[goal_record(d) for d in run] for run in runs]
     every = [r for run in records for r in run if r["ended"] != "user_error"]
-
-    def rate(name, keep=lambda r: True):  # mean over the goals of a goal's mean over its repeats = mean over all, as repeats are equal
-        return mean([None if r[name] is None else float(r[name]) for r in every if keep(r)])
-
-    ambiguous, clear = (lambda r: r["ambiguous"]), (lambda r: not r["ambiguous"])
-    figures = {"success": rate("success"), "success_ambiguous": rate("success", ambiguous), "success_clear": rate("success", clear),
-               "success_uncorrected": rate("uncorrected"), "success_uncorrected_ambiguous": rate("uncorrected", ambiguous),
-               "success_uncorrected_clear": rate("uncorrected", clear),
-               "pass_at_k": mean([float(any(run[k]["success"] for run in records)) for k in range(len(scenarios)) if records[0][k]["success"] is not None]),
-               "turns": rate("turns"), "turns_cap": mean([float(r["turns"] if r["success"] else MAX_TURNS) for r in every if r["success"] is not None]),
-               "ask_rate_ambiguous": rate("asked", ambiguous), "ask_rate_clear": rate("asked", clear),
-               "ask_rate_clear_plain": rate("asked", lambda r: r["twin_kind"] == "plain"), "ask_rate_clear_db": rate("asked", lambda r: r["twin_kind"] == "db"),
-               "questions_per_dialogue": rate("questions"), "repeat_questions": rate("repeat_questions"), "reply_questions": rate("reply_questions"),
-               "wrong_bookings": rate("wrong_bookings"), "corrections": rate("corrections")}
-    counts = {"ambiguous": ambiguous, "clear_plain": lambda r: r["twin_kind"] == "plain", "clear_db": lambda r: r["twin_kind"] == "db", "clear": clear}
-    sizes = {name: sum(map(keep, records[0])) for name, keep in counts.items()}
-    intervals = {}
-    for name in RATES:
-        n = next((sizes[s] for s in counts if name.endswith(s)), len(scenarios))
-        if figures[name] is not None and n:
-            intervals[name] = wilson(figures[name], n)
-
+    groups = {"": lambda r: True, "_ambiguous": lambda r: r["ambiguous"], "_clear": lambda r: not r["ambiguous"],
+              "_clear_plain": lambda r: r["twin_kind"] == "plain", "_clear_db": lambda r: r["twin_kind"] == "db"}
+    figures, intervals = {}, {}
+    for key, name in (("success", "success"), ("uncorrected", "success_uncorrected"), ("asked", "ask_rate")):
+        for group, belongs in groups.items():
+            some = [r for r in every if belongs(r) and r[key] is not None]
+            figures[name + group] = mean([float(r[key]) for r in some])
+            if some:
+                intervals[name + group] = wilson(figures[name + group], len({r["id"] for r in some}))
+    for key in ("turns", "questions", "repeat_questions", "reply_questions", "wrong_bookings", "corrections"):
+        figures[key] = mean([float(r[key]) for r in every])
+    figures["questions_per_dialogue"] = figures.pop("questions")
+    scored = [r for r in every if r["success"] is not None]
+    figures["turns_cap"] = mean([float(r["turns"] if r["success"] else MAX_TURNS) for r in scored])
+    figures["pass_at_k"] = mean([float(any(r["success"] for r in goal)) for goal in zip(*records) if goal[0]["success"] is not None])
     figures |= evaluate_points(policy, judge, scenarios, settings)
     ended = {reason: sum(r["ended"] == reason for r in every) for reason in sorted({r["ended"] for r in every})}
     return {**figures, "episodes": len(every), "repeats": settings.repeats, "user_errors": sum(map(len, records)) - len(every),
-            "without_booking": sum(r["success"] is None for r in every), "ended": ended, "intervals": intervals,
+            "without_booking": len(every) - len(scored), "ended": ended, "intervals": intervals,
             "dialogues": [r for run in records for r in run]}, runs[0]
 
 
@@ -493,14 +502,14 @@ def transcript(dialogue) -> str:
     """A dialogue for reading: what the user sees, and indented what it does not (thinks, tool calls, results)."""
     lines, steps = [], {length: turn for length, _, turn in dialogue.steps}
     for k, m in enumerate([*dialogue.messages, None]):
-        if k in steps:
-            turn = steps[k]
-            lines.append(f"    think: {turn.think or '(none)'}" + (f"   [malformed: {', '.join(turn.errors)}]" if turn.errors else ""))
+        turn = steps.get(k)
+        if turn is not None:
+            lines.append(f"    think: {turn.think or '(none)'}" + "".join(f"   [malformed: {e}]" for e in turn.errors))
         if m is not None:
-            content = m["content"] if len(m["content"]) < 400 else m["content"][:400] + " ..."
-            hidden = m["role"] == "tool" or content.startswith("<tool_call>")
-            asks = k in steps and steps[k].clarify is not None
-            lines.append(f"    {content}" if hidden else f"{'user' if m['role'] == 'user' else 'ASKS' if asks else 'agent':>5}: {content}")
+            text = m["content"] if len(m["content"]) < 400 else m["content"][:400] + " ..."
+            hidden = m["role"] == "tool" or text.startswith("<tool_call>")
+            speaker = "user" if m["role"] == "user" else "ASKS" if turn is not None and turn.clarify else "agent"
+            lines.append(f"    {text}" if hidden else f"{speaker:>5}: {text}")
     record = goal_record(dialogue)
     return "\n".join([*lines, f"    -> {dialogue.ended}; success {record['success']}; corrections {record['corrections']}"])
 
@@ -555,8 +564,8 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: d
         os.replace(part, final)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"{final} could not be saved: {error}; {shutil.disk_usage(folder).free >> 20} MB are free. The checkpoint before it is "
-                        "intact: make room and go on with --resume") from error
+        raise UserError(f"{final} could not be saved: {error}; {shutil.disk_usage(folder).free >> 20} MB are free. "
+                        "The checkpoint before it is intact: make room and go on with --resume") from error
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
@@ -566,9 +575,9 @@ def write_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: 
     from safetensors.torch import save_file
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    names = [name for name, _ in policy.model.named_parameters()]
-    save_file({f"{names[i]}.{key}": value for i, values in optimiser.state_dict()["state"].items() for key, value in values.items()},
-              folder / "optimiser.safetensors")
+    names, state_of = [name for name, _ in policy.model.named_parameters()], optimiser.state_dict()["state"]
+    tensors = {f"{names[i]}.{key}": value for i, values in state_of.items() for key, value in values.items()}
+    save_file(tensors, folder / "optimiser.safetensors")
     write_json(folder / "trainer.json", {"step": step, **state})
 
 
@@ -577,8 +586,8 @@ def load_optimiser(folder: Path, policy: Policy, optimiser) -> None:
     from safetensors.torch import load_file
     tensors, state = load_file(folder / "optimiser.safetensors"), optimiser.state_dict()
     for i, (name, _) in enumerate(policy.model.named_parameters()):
-        state["state"][i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in tensors}
-    state["state"] = {i: values for i, values in state["state"].items() if values}
+        if f"{name}.exp_avg" in tensors:  # no moments yet where every group so far was flat
+            state["state"][i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
     optimiser.load_state_dict(state)
 
 
@@ -590,7 +599,8 @@ def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
         used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
         if settings.resume and not used:
             raise UserError("--resume: there is no run in runs/; name its folder with --out")
-        folder = used[-1] if settings.resume else Path("runs") / f"{settings.method}-{int(used[-1].name[-3:]) + 1 if used else 1:03d}"
+        number = int(used[-1].name[-3:]) + 1 if used else 1
+        folder = used[-1] if settings.resume else Path("runs") / f"{settings.method}-{number:03d}"
     settings = dataclasses.replace(settings, out=str(folder))
     checkpoint = newest_checkpoint(str(folder))
     if (folder / "settings.json").exists() and not settings.resume:
@@ -600,7 +610,9 @@ def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
             raise UserError(f"--resume: {folder} holds no run")
         before = json.loads((folder / "settings.json").read_text())
         now = dataclasses.asdict(settings)
-        if changed := [f"--{k.replace('_', '-')} was {before.get(k)}, is {v}" for k, v in now.items() if k not in MAY_CHANGE and before.get(k) != v]:
+        changed = [f"--{k.replace('_', '-')} was {before.get(k)}, is {v}" for k, v in now.items()
+                   if k not in MAY_CHANGE and before.get(k) != v]
+        if changed:
             raise UserError(f"--resume: the settings differ from those of {folder}: {'; '.join(changed)}")
         for left in (folder / "checkpoints").glob(".part-*"):
             shutil.rmtree(left)
@@ -621,8 +633,9 @@ class Progress:
         self.total, self.began, self.start = total, time.time(), start
 
     def __call__(self, m: dict) -> None:
-        text = "  ".join(f"{name} {m[key]:.2f}" for name, key in (("reward", "reward"), ("format", "format"), ("when", "when"),
-                         ("clarify", "clarify_over_due"), ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat")) if m[key] is not None)
+        shown = (("reward", "reward"), ("format", "format"), ("when", "when"), ("clarify", "clarify_over_due"),
+                 ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat"))
+        text = "  ".join(f"{name} {m[key]:.2f}" for name, key in shown if m[key] is not None)
         text += f"  {m['tokens_per_second']:.0f} tok/s"
         if self.bar is not None:
             self.bar.set_postfix_str(text)
@@ -706,14 +719,6 @@ def record_evaluation(policy: Policy, judge, settings: Settings, folder: Path, s
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     figures.pop("dialogues")
     append_line(folder / "evals.jsonl", {"step": step, **figures})
-
-
-SHOWN = (("success, ambiguous", "success_ambiguous"), ("  without a correction", "success_uncorrected_ambiguous"), ("success, clear", "success_clear"),
-         ("  without a correction", "success_uncorrected_clear"), ("asks, ambiguous", "ask_rate_ambiguous"), ("asks, clear, plain twin", "ask_rate_clear_plain"),
-         ("asks, clear, database twin", "ask_rate_clear_db"), ("questions a dialogue", "questions_per_dialogue"), ("repeated questions", "repeat_questions"),
-         ("questions as plain replies", "reply_questions"), ("wrong bookings", "wrong_bookings"), ("corrections", "corrections"), ("turns", "turns"),
-         ("turns, failures as 20", "turns_cap"), ("format, held-out points", "format"), ("when", "when"), ("clarify, missing as 0", "clarify"),
-         ("think tokens", "think_tokens"), ("question tokens", "clarify_tokens"))
 
 
 def print_evaluations(folder: Path) -> None:

@@ -49,7 +49,9 @@ def stated(request: str, ambiguity: dict) -> bool:
     slot, said = ambiguity["slot"], read_request(request, ambiguity["domain"])
     if ambiguity["kind"] not in ("branch", "underspecified"):
         return False
-    return bool(ANY_PATTERN.search(request)) or (said.get("name") in ambiguity["candidates"] if slot == "name" else slot in said and slot != "leaveAt")
+    if slot == "name":
+        return said.get("name") in ambiguity["candidates"]
+    return bool(ANY_PATTERN.search(request)) or (slot in said and slot != "leaveAt")
 
 
 def closes(answer: str, question: str, candidates: list[str]) -> bool:
@@ -116,10 +118,10 @@ def _read_answer(belief: Belief, answer: str, question: str) -> None:
         belief.said["day"] = day[-1]
     if time := re.findall(r"\b\d\d:\d\d\b", low):
         belief.said["leaveAt" if belief.domain == "train" else "time"] = time[-1]
-    elif number := re.findall(r"\b(\d+)( nights?| stars?)?\b", low):
-        slot = next((s for s in ("stay", "stars", "people") if number[-1][1].strip()[:4] == {"stay": "nigh", "stars": "star"}.get(s)), None) or \
-            next((s for s in ("stay", "stars", "people") if re.search(ASKS[s], question.lower())), "people")
-        belief.said[slot] = number[-1][0]
+    elif number := re.findall(r"\b(\d+)(?: (nights?|stars?|people|of us))?\b", low):
+        value, unit = number[-1]
+        asked = next((s for s in ("stay", "stars", "people") if re.search(ASKS[s], question.lower())), "people")
+        belief.said[{"n": "stay", "s": "stars", "p": "people", "o": "people"}.get(unit[:1], asked)] = value
     belief.booked = None
 
 
@@ -191,10 +193,12 @@ BARE = ("Which one?", "Which one would you like?", "Which one do you mean?", "Co
 SLOT_QUESTIONS = {"name": ("Which branch?", "Which branch do you mean?", "Which branch would you like?"),
                   "area": ("Which area?", "Which area would you like?", "In which part of town?"),
                   "pricerange": ("Which price range?", "Which price range would you like?"),
-                  "food": ("Which food?", "What kind of food would you like?"), "stars": ("How many stars?", "How many stars should it have?"),
+                  "food": ("Which food?", "What kind of food would you like?"),
+                  "stars": ("How many stars?", "How many stars should it have?"),
                   "people": ("How many people?", "How many people will it be?", "How many of you are coming?"),
                   "day": ("Which day?", "Which day exactly?", "On which day?"), "time": ("What time?", "At what time exactly?"),
-                  "stay": ("How many nights?", "How many nights exactly?"), "leaveAt": ("Which train, leaving at what time?", "What time do you want to leave?")}
+                  "stay": ("How many nights?", "How many nights exactly?"),
+                  "leaveAt": ("Which train, leaving at what time?", "What time do you want to leave?")}
 NOUNS = {"restaurant": "table", "hotel": "room", "train": "train"}
 
 
@@ -219,16 +223,17 @@ def word_question(ambiguity: dict, belief: Belief, level: int, rng: random.Rando
     options = alternatives(tails)
     if level == 2:
         return question.rstrip("?") + f": {options}?"
-    domain, total = ambiguity["domain"], len(candidates)
+    domain, total, ask = ambiguity["domain"], len(candidates), question.rstrip("?")
     if slot == "name":
-        return rng.choice((f"There are {total} places called {base}. Which branch do you mean: {options}?", f"Which {base} do you mean: {options}?",
-                           f"Do you want the {base} branch {options}?"))
+        return rng.choice((f"There are {total} places called {base}. Which branch do you mean: {options}?",
+                           f"Which {base} do you mean: {options}?", f"Do you want the {base} branch {options}?"))
     if ambiguity["kind"] == "underspecified" and domain != "train":
         wishes = " ".join(v for s, v in belief.said.items() if s in ("pricerange", "food", "type")) or "such"
         noun = {"restaurant": "restaurant", "hotel": "place"}[domain]
-        return rng.choice((f"I found {total} {wishes} {noun}s. {question.rstrip('?')}: {options}?",
-                           f"Several {noun}s match. {question.rstrip('?')}: {options}?", f"{question.rstrip('?')} for the {noun}: {options}?"))
-    return rng.choice((f"{question.rstrip('?')} for the {NOUNS[domain]}: {options}?", f"For the {NOUNS[domain]}, {question[0].lower()}{question[1:].rstrip('?')}: {options}?"))
+        return rng.choice((f"I found {total} {wishes} {noun}s. {ask}: {options}?", f"Several {noun}s match. {ask}: {options}?",
+                           f"{ask} for the {noun}: {options}?"))
+    noun = NOUNS[domain]
+    return rng.choice((f"{ask} for the {noun}: {options}?", f"For the {noun}, {ask[0].lower()}{ask[1:]}: {options}?"))
 
 
 DONE = ("All information is there.", "I can go ahead.", "Nothing is missing.", "Everything is clear.")
@@ -239,16 +244,16 @@ def word_think(kind: str, belief: Belief, open_detail: dict | None, style: int, 
     annotation when something is open here: a careful think notices it."""
     if style == 0:
         return rng.choice(DONE)
-    total = f"{belief.total} match." if belief.rows is not None else ""
-    step = {"query": "Look it up first.", "book": "Book it.", "report": "Tell the user.", "ask": "Ask the user.", "none": "Tell the user."}[kind]
+    step = {"query": "Look it up first.", "book": "Book it.", "ask": "Ask the user."}.get(kind, "Tell the user.")
+    total = "" if belief.rows is None else f"{belief.total} match. "
     if style == 1:
-        return rng.choice((step, f"{total} {step}".strip()))
+        return rng.choice((step, total + step))
     check = ", ".join(f"{slot} {value}" for slot, value in belief.said.items())
     if kind == "report":
         return f"{'Booked' if belief.booked else 'Found'}: {check}. {step}"
     if open_detail:
-        return f"{check}. {total} ".replace(". .", ".").replace("  ", " ") + f"{open_detail['slot']} is open: {alternatives(open_detail['candidates'])}. {step}"
-    return f"{check}. {total} ".replace("  ", " ") + rng.choice(("All given. ", "One reading is left. ")) + step
+        return f"{check}. {total}{open_detail['slot']} is open: {alternatives(open_detail['candidates'])}. {step}"
+    return f"{check}. {total}{rng.choice(('All given. ', 'One reading is left. '))}{step}"
 
 
 def word_report(belief: Belief, rng: random.Random) -> str:
@@ -258,11 +263,13 @@ def word_report(belief: Belief, rng: random.Random) -> str:
         return f"Your taxi is a {result['car']}, phone {result['phone']}."
     people = made["people"]
     if belief.domain == "train":
-        what = f"Your train from {result['departure']} to {result['destination']} leaves on {result['day']} at {result['leaveAt']}, for {people} people"
+        what = (f"Your train from {result['departure']} to {result['destination']} leaves on {result['day']} at {result['leaveAt']}, "
+                f"for {people} people")
     else:
-        tail = f"on {made['day']} at {made['time']}" if belief.domain == "restaurant" else f"from {made['day']} for {made['stay']} nights"
+        when = f"on {made['day']} at {made['time']}" if belief.domain == "restaurant" else f"from {made['day']} for {made['stay']} nights"
         place = f"{result['name']}, in the {result['area']},"
-        what = rng.choice((f"Your {NOUNS[belief.domain]} at {place} is booked for {people} people {tail}", f"I booked {place} for {people} people {tail}"))
+        what = rng.choice((f"Your {NOUNS[belief.domain]} at {place} is booked for {people} people {when}",
+                           f"I booked {place} for {people} people {when}"))
     return f"{what}. {rng.choice(('The reference is', 'Reference'))} {result['reference']}."
 
 
@@ -301,4 +308,5 @@ def _twin_spot(history: list[dict], ambiguity: dict) -> bool:
     """Would the ambiguous twin ask here: right after the request, or right after the first result of its query?"""
     if ambiguity["kind"] not in ("branch", "underspecified"):
         return history[-1]["role"] == "user" and request_domain(history[-1]["content"]) == ambiguity["domain"]
-    return history[-1]["role"] == "tool" and "rows" in json.loads(history[-1]["content"]) and read_history(history).domain == ambiguity["domain"]
+    belief = read_history(history)
+    return belief.domain == ambiguity["domain"] and "rows" in (belief.result or {})

@@ -113,7 +113,7 @@ def word_request(domain: str, info: dict, book: dict, rng: random.Random, *, ins
     instead = instead or {}
     book = {s: v for s, v in book.items() if not isinstance(v, bool)}
     tail = []
-    for slot in [s for s in ("people", "day", "time", "stay") if s in book] + [s for s in ("day",) if domain == "train" and s in info]:
+    for slot in [s for s in ("people", "day", "time", "stay") if s in book] + ["day"] * (domain == "train" and "day" in info):
         forms = FROM_DAY if (domain, slot) == ("hotel", "day") else PHRASES[slot]
         tail.append(instead.get(slot) or rng.choice(forms).format((book | info)[slot]))
     for slot in ("leaveAt", "arriveBy"):
@@ -183,7 +183,8 @@ def read_request(text: str, domain: str) -> dict[str, str]:
                 said[slot] = found[1]
     elif name := re.search(r"\b(?:table at|room at|eat at|stay at|visit(?:ing)?(?! an? |,)) (.+?)(?=[,.?!]|$)", low):
         said["name"] = name[1]
-    elif noun := re.search(r"\ban? (?:([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b|([^,.]+?)(?= in the|[,.]|$))", low):
+    elif noun := re.search(r"\ban? (?:([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b"
+                           r"|([^,.]+?)(?= in the|[,.]|$))", low):
         words, kind = noun[1] or "", noun[2] or noun[3]
         if price := re.match(rf"({'|'.join(PRICES)})\b ?", words):
             said["pricerange"], words = price[1], words[price.end():]
@@ -195,7 +196,8 @@ def read_request(text: str, domain: str) -> dict[str, str]:
             said["area"] = area[1]
         if stars := re.search(r"\bwith (\d) stars", low):
             said["stars"] = stars[1]
-        said |= {slot: "yes" if word == "with" else "no" for word, slot in re.findall(r"\b(with|without) (internet|parking)\b", low)}
+        found = re.findall(r"\b(with|without) (internet|parking)\b", low)
+        said |= {slot: "yes" if word == "with" else "no" for word, slot in found}
     rest = low.replace(said.get("name", "\0"), "")
     if people := re.findall(r"\b(?:(?:for|we are|party of|make it) (\d+)(?! nights?|:|\d)|(\d+) (?:people|of us))", rest):
         said["people"] = people[-1][0] or people[-1][1]
@@ -244,7 +246,7 @@ def scenario_pair(seed: int, domains: tuple = BASE_DOMAINS, kinds: tuple = BASE_
         tables = {d: [r for r in rows if not (clear and db_twin and r in plan["rivals"])] for d, rows in town.tables.items()}
         goal, requests = {}, []
         for stage, domain in enumerate(order):
-            words = random.Random(f"words {seed} {stage}")  # one stream for both twins: the other requests are the same to the letter
+            words = random.Random(f"words {seed} {stage}")  # one stream for both twins: other requests are the same to the letter
             if domain != target:
                 info, book, any_is_fine = goals[domain]
                 goal[domain] = {"info": info, "book": book} if book else {"info": info}
@@ -252,8 +254,9 @@ def scenario_pair(seed: int, domains: tuple = BASE_DOMAINS, kinds: tuple = BASE_
                 text = word_request(domain, info, book, words, any_is_fine=any_is_fine, later=stage > 0, extra=extra)
             else:
                 goal[domain] = {"info": plan["said"] if plain and any_twin else plan["info"], "book": plan["book"]}
-                text = word_request(domain, goal[domain]["info"] if plain else plan["said"], {**plan["book"], **plan["book_said"]}, words,
-                                    instead={} if plain else plan["instead"], any_is_fine=plain and any_twin, later=stage > 0,
+                said = goal[domain]["info"] if plain else plan["said"]
+                text = word_request(domain, said, {**plan["book"], **plan["book_said"]}, words, later=stage > 0,
+                                    instead={} if plain else plan["instead"], any_is_fine=plain and any_twin,
                                     extra=plan["plain_extra"] if plain else plan["extra"])
             requests.append((domain, text))
         if clear:
@@ -329,7 +332,8 @@ class _Town:
         return info, {} if domain == "attraction" else self.book(domain), not named
 
     def wishes(self, domain: str) -> list[str]:
-        slots = {"restaurant": ("pricerange", "food", "area"), "hotel": ("pricerange", "type", "area", "stars"), "attraction": ("type", "area")}
+        slots = {"restaurant": ("pricerange", "food", "area"), "hotel": ("pricerange", "type", "area", "stars"),
+                 "attraction": ("type", "area")}
         return self.rng.sample(slots[domain], 2)
 
     def plan(self, domain: str, kind: str, first: tuple | None) -> dict:
@@ -353,7 +357,7 @@ class _Town:
             rows = self.branches(domain, name, rng.choice((2, 3, 3, 4, 5)))
             info, said = {"name": rng.choice(rows)["name"]}, {"name": name}
         elif kind == "underspecified" and domain != "train":
-            slot = rng.choice({"restaurant": ("area", "area", "food", "pricerange"), "hotel": ("area", "area", "stars", "pricerange")}[domain])
+            slot = rng.choice(("area", "area", "food" if domain == "restaurant" else "stars", "pricerange"))
             values = {"area": AREAS, "food": FOODS, "pricerange": PRICES, "stars": "2345"}[slot]
             values = rng.sample(values, rng.choice((2, 3, 3) if slot == "pricerange" else (2, 3, 3, 4)))
             model = self.row(domain, "")
@@ -381,8 +385,7 @@ class _Town:
             plan["instead"] = {slot: phrase}
             if domain == "train":
                 info = {**info, "leaveAt": value, "arriveBy": next(r["arriveBy"] for r in timetable if r["leaveAt"] == value)}
-                said = {**info, "arriveBy": ""}
-                del said["arriveBy"]
+                said = {s: v for s, v in info.items() if s != "arriveBy"}
         elif kind == "contradiction":
             slot, candidates = "people", [str(n) for n in rng.sample(range(2, 9), 2)]
             value = rng.choice(candidates)
@@ -392,7 +395,8 @@ class _Town:
             arrival = rng.choice([d for d in DAYS if d != first[1]["day"]])
             slot, candidates = "day", [first[1]["day"], arrival]
             value = rng.choice(candidates)
-            plan |= {"arrival": ARRIVAL.format(arrival), "instead": {"day": "on the same day" if domain == "restaurant" else "from the same day"}}
+            same = "on the same day" if domain == "restaurant" else "from the same day"
+            plan |= {"arrival": ARRIVAL.format(arrival), "instead": {"day": same}}
         if slot in book:
             book[slot] = value
         return {**plan, "info": info, "book": book, "said": said,

@@ -532,3 +532,23 @@ def test_a_name_reads_the_same_wherever_it_stands(tokenizer):
     inside = [tokenizer.encode(t, add_special_tokens=False) for t in ('"golden wok"', "(golden wok)", "at golden wok,")]
     name = tokenizer.encode("golden wok", add_special_tokens=False)
     assert all(any(ids[i:i + len(name)] == name for i in range(len(ids))) for ids in inside)
+
+
+# ---- faults that were found once
+
+def test_a_guess_is_reported_so_that_the_user_can_correct_it():
+    """The careless agent guesses a vague slot; its report names the guess, and a wrong one is corrected."""
+    corrected = 0
+    for ambiguous, _ in pairs(60, (BASE_DOMAINS, ("vague",))):
+        dialogue = play(ambiguous, Oracle(ambiguous.ambiguity, ambiguous.id, ask=0))
+        text = " ".join(m["content"] for m in dialogue.messages)
+        assert "None" not in text and "for  people" not in text
+        corrected += dialogue.user.corrections
+    assert corrected > 20
+
+
+def test_the_other_requests_of_twins_are_the_same_to_the_letter():
+    for ambiguous, clear in pairs(200):
+        for (domain, a), (_, b) in zip(ambiguous.requests, clear.requests):
+            if domain != ambiguous.ambiguity["domain"] and ambiguous.ambiguity["kind"] != "reference":
+                assert a == b

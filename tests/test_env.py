@@ -503,6 +503,17 @@ def test_misread_judges_the_text_alone():
     assert misread("Booked the oak for 2 nights, with 3 stars", {"stay": "3", "stars": "3"}) == "stay"
 
 
+def test_an_or_in_a_question_is_no_key_to_the_hidden_value():
+    """Alternatives that are no venues and no candidates get nothing; two venues by name get what the user cares about."""
+    from data.towns import scenario_pair
+    ambiguous = next(a for seed in range(50) for a in scenario_pair(seed, ("hotel",), ("underspecified",)) if a.ambiguity)
+    rows = [r["name"] for r in ambiguous.database.tables["hotel"]]
+    value = ambiguous.ambiguity["value"]
+    hear = lambda question: (u := ScriptedUser(ambiguous), u(None))[0](question)[0]
+    assert value not in hear("Would you like tea or coffee?")
+    assert value in hear(f"Would you like {rows[0]} or {rows[1]}?")
+
+
 def test_human_user():
     prompts, lines = [], iter(["A table, please. ", ""])
     human = HumanUser(lambda prompt: prompts.append(prompt) or next(lines))
