@@ -91,6 +91,7 @@ def _template_style(tokenizer) -> tuple[bool, bool]:
 
 
 # ------------------------------------------------------------------------------------------------- 1. the grammar of a turn
+
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")
 EXACT_TAGS = ("<think>", "</think>", "<clarify>", "</clarify>", "<tool_call>", "</tool_call>")
 # Look-alikes (other case, blanks inside) match too. One class a gap: \s*/?\s* would backtrack on long runs of blanks.
@@ -108,6 +109,7 @@ class Turn(NamedTuple):
 
 
 class Tag(NamedTuple):
+    """One tag of the grammar, or a look-alike, and where it stands."""
     name: str  # think, clarify or tool_call
     closing: bool
     exact: bool  # False for a look-alike: it spoils a turn and never makes a block
@@ -147,6 +149,7 @@ def parse_turn(text: str, prefilled_think: bool = False) -> Turn:
 
 
 def cut_end_markers(text: str) -> str:
+    """The text without end-of-turn markers and blanks at its end."""
     end, before = len(text), None
     while end != before:  # moves an index: a copy per marker would be quadratic
         before = end
@@ -157,6 +160,7 @@ def cut_end_markers(text: str) -> str:
 
 
 def find_tags(text: str) -> list[Tag]:
+    """All tags of a text, in order."""
     return [Tag(m[2].lower(), "/" in m[1], m[0] in EXACT_TAGS, m.start(), m.end()) for m in TAG.finditer(text)]
 
 

@@ -61,14 +61,14 @@ class Settings:
     group: int = 8               # completions of each (G)
     minibatch: int = 0           # prompts per optimiser update; 0: all of the step's
     epochs: int = 1              # passes over the completions of a step
-    lr: float = 1e-3             # AdamW, constant (a schedule would depend on --steps)
+    lr: float = 3e-4             # AdamW, constant (a schedule would depend on --steps)
     grad_clip: float = 1.0       # largest norm of the gradient
     clip_low: float = 0.2        # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2       # see clip_low
     norm: str = "sequence"       # what the loss is a mean over: sequence, token, constant
     temperature: float = 1.0     # of sampling, and of the log-probs in the loss
     max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
-    max_new_tokens: int = 100    # tokens of a completion
+    max_new_tokens: int = 90     # tokens of a completion
     micro_rows: int = 32         # completions forwarded at once in the update
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions
@@ -120,7 +120,8 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
             parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), help=note)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     command, preset = given.pop("command"), PRESETS.get(given.pop("preset", ""), {})
-    settings = Settings(**{**preset, **given})
+    saved = saved_settings(given.get("out", "")) if given.get("resume") else {}
+    settings = Settings(**{**preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
                             micro_rows=1, goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
@@ -132,6 +133,15 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     if settings.minibatch and settings.prompts % settings.minibatch:
         raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
     return command, settings
+
+
+def saved_settings(out: str) -> dict:
+    """The settings of the run in `out`, or of the newest one in runs/; UserError if there is none."""
+    folder = Path(out) if out else max(Path("runs").glob("*-[0-9][0-9][0-9]"), default=Path("runs"))
+    try:
+        return {**json.loads((folder / "settings.json").read_text()), "out": str(folder)}
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"--resume: {folder} holds no run ({error}); name its folder with --out") from error
 
 
 def stream(*key) -> int:
@@ -147,6 +157,8 @@ class Policy:
 
     def __init__(self, path: str, settings: Settings):
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+        disable_progress_bar()  # one for every file loaded and saved would bury ours
         path = newest_checkpoint(path) or path
         if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1):
             raise UserError(f"--model {path}: no such folder, and no hub id such as Qwen/Qwen2.5-0.5B-Instruct")
@@ -411,6 +423,8 @@ class Guard:
 
 # ------------------------------------------------------------------------------------------------- 4. evaluation
 
+MAX_POINTS = 1000  # decision points sampled in one evaluation
+
 # (what eval prints, its key in eval --json)
 SHOWN = (("success, ambiguous", "success_ambiguous"), ("  without a correction", "success_uncorrected_ambiguous"),
          ("success, clear", "success_clear"), ("  without a correction", "success_uncorrected_clear"),
@@ -442,8 +456,14 @@ def evaluation_scenarios(settings: Settings) -> list[Scenario]:
 
 def play_scenarios(policy: Policy, scenarios: list[Scenario], repeat: int, settings: Settings) -> list:
     """One dialogue of the policy with the scripted user for each scenario, all in step."""
+    from tqdm import tqdm  # comes with transformers
     dialogues = [start_dialogue(s, ScriptedUser(s, repeat), repeat) for s in scenarios]
-    return run_dialogues(policy.agent(stream(settings.seed, "eval", repeat)), dialogues, prefilled_think=policy.prefilled_think)
+    act = policy.agent(stream(settings.seed, "eval", repeat))
+    with tqdm(total=len(dialogues), unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
+        def agent(histories):
+            bar.update(len(dialogues) - len(histories) - bar.n)
+            return act(histories)
+        return run_dialogues(agent, dialogues, prefilled_think=policy.prefilled_think)
 
 
 def goal_record(dialogue) -> dict:
@@ -486,8 +506,10 @@ def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Setting
 
 
 def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> dict:
-    """One sample on each held-out decision point: format, when, clarify (a missing question counts 0), lengths."""
+    """One sample on each held-out decision point (at most MAX_POINTS, the same every time): format, when, clarify (a missing
+    question counts 0), lengths."""
     points = [p for s in scenarios for p in decision_points(s)]
+    points = random.Random(0).sample(points, min(len(points), MAX_POINTS))
     points = sorted(({**p, "prompt": policy.prompt(p["messages"])} for p in points), key=lambda p: len(p["prompt"]))
     points = [p for p in points if len(p["prompt"]) <= settings.max_prompt]
     completions = []
@@ -593,22 +615,14 @@ def load_optimiser(folder: Path, policy: Policy, optimiser) -> None:
 
 def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
     """(settings with --out resolved, run folder, checkpoint to resume from). Refuses to write over a run, or to resume another."""
-    if settings.out:
-        folder = Path(settings.out)
-    else:
-        used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
-        if settings.resume and not used:
-            raise UserError("--resume: there is no run in runs/; name its folder with --out")
-        number = int(used[-1].name[-3:]) + 1 if used else 1
-        folder = used[-1] if settings.resume else Path("runs") / f"{settings.method}-{number:03d}"
+    used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
+    folder = Path(settings.out or f"runs/{settings.method}-{int(used[-1].name[-3:]) + 1 if used else 1:03d}")
     settings = dataclasses.replace(settings, out=str(folder))
     checkpoint = newest_checkpoint(str(folder))
     if (folder / "settings.json").exists() and not settings.resume:
         raise UserError(f"{folder} holds a run already: continue it with --resume, or name another folder with --out")
     if settings.resume:
-        if not (folder / "settings.json").exists():
-            raise UserError(f"--resume: {folder} holds no run")
-        before = json.loads((folder / "settings.json").read_text())
+        before = saved_settings(str(folder))
         now = dataclasses.asdict(settings)
         changed = [f"--{k.replace('_', '-')} was {before.get(k)}, is {v}" for k, v in now.items()
                    if k not in MAY_CHANGE and before.get(k) != v]
@@ -668,7 +682,7 @@ def train(settings: Settings) -> Path:
     print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, decision points "
           + ", ".join(f"{len(points)} {stage}" for stage, points in stages.items()) + f", {dropped} too long", flush=True)
     guard = Guard(policy) if settings.guard_every else None
-    if not checkpoint:
+    if done == 0:
         record_evaluation(policy, judge, settings, folder, 0)
     stop = False
 
@@ -713,12 +727,15 @@ def train(settings: Settings) -> Path:
 
 
 def record_evaluation(policy: Policy, judge, settings: Settings, folder: Path, step: int) -> None:
-    """Evaluate on valid (never on test) and add the figures to evals.jsonl."""
+    """Evaluate on valid (never on test) and add the figures to evals.jsonl; once a step, however often the run was resumed."""
+    path = folder / "evals.jsonl"
+    if path.exists() and any(json.loads(line)["step"] == step for line in path.read_text().splitlines()):
+        return
     print(f"evaluating on valid: {settings.goals} ambiguous goals and their clear twins ...", flush=True)
     settings = dataclasses.replace(settings, split="valid", repeats=1, multiwoz="")
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     figures.pop("dialogues")
-    append_line(folder / "evals.jsonl", {"step": step, **figures})
+    append_line(path, {"step": step, **figures})
 
 
 def print_evaluations(folder: Path) -> None:

@@ -146,6 +146,19 @@ def collate(rows: list, pad: int):
     return ids, positions, mask[:, None], learned
 
 
+def make_batches(rows: list, tokens: int, rng: random.Random) -> list[list]:
+    """Rows of similar length together, about `tokens` a batch, the batches in random order."""
+    batches, batch = [], []
+    for row in sorted(rows, key=lambda row: len(row[0]) + rng.random() * 60):
+        if batch and (len(batch) + 1) * len(row[0]) > tokens:
+            batches.append(batch)
+            batch = []
+        batch.append(row)
+    batches.append(batch)
+    rng.shuffle(batches)
+    return batches
+
+
 # ------------------------------------------------------------------------------------------------- training
 
 def _rows_of(args):
@@ -181,8 +194,8 @@ def main() -> None:
     """Generate the corpus, train tokenizer and model, save an ordinary Hugging Face folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
-    parser.add_argument("--towns", type=int, default=30000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=2200)
+    parser.add_argument("--towns", type=int, default=20000, help="each gives two dialogues")
+    parser.add_argument("--steps", type=int, default=1700, help="the first third on short dialogues, half the tokens a step")
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)
@@ -210,7 +223,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
-                         num_hidden_layers=args.layers, num_attention_heads=args.width // 64, max_position_embeddings=1024, tie_word_embeddings=True,
+                         num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = LlamaForCausalLM(config)
     decay = [p for p in model.parameters() if p.ndim > 1]
@@ -220,18 +233,12 @@ def main() -> None:
 
     batches, epoch = [], 0
     for step in range(args.steps):
-        if not batches:  # rows of similar length together, batches of about equal tokens in random order
-            rng = random.Random(f"epoch {args.seed} {epoch}")
-            order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + rng.random() * 60)
-            batch = []
-            for i in order:
-                if batch and (len(batch) + 1) * len(rows[i][0]) > args.batch_tokens:
-                    batches.append(batch)
-                    batch = []
-                batch.append(i)
-            rng.shuffle(batches)
+        early = step < args.steps // 3  # copying is learnt sooner from short dialogues and many small steps
+        if not batches or step == args.steps // 3:
+            some = [row for row in rows if not early or len(row[0]) < 350]
+            batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1
-        ids, positions, mask, learned = collate([rows[i] for i in batches.pop()], tokenizer.pad_token_id)
+        ids, positions, mask, learned = collate(batches.pop(), tokenizer.pad_token_id)
         rate = args.lr * min((step + 1) / 100, (args.steps - step) / args.steps)
         for group in optimiser.param_groups:
             group["lr"] = rate

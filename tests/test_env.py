@@ -800,3 +800,17 @@ def test_system_prompt_shows_turns_that_parse():
     assert [turn.errors for turn in turns] == [(), (), ()]
     assert turns[0].clarify and turns[1].tool_call["name"] in TOOLS and REFERENCE.search(turns[2].reply)
     assert set(turns[1].tool_call["arguments"]) == set(TOOLS["book_restaurant"]["parameters"]["required"])
+
+
+# ---- copying
+
+def test_env_works_from_a_copy_of_its_file_alone(tmp_path):
+    import shutil
+    import subprocess
+    import sys
+    from pathlib import Path
+    import env
+    shutil.copy(Path(env.__file__), tmp_path / "env.py")
+    code = "import env; print(env.parse_turn('<think>a</think>b').reply, env.Database({}).query('hotel', {}))"
+    done = subprocess.run([sys.executable, "-I", "-c", "import sys; sys.path.insert(0, '.'); " + code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "b []", done.stderr
