@@ -5,8 +5,8 @@ plays generated towns; a small Llama learns its turns by next-token prediction. 
 
 1. One dialogue is one row, though every turn must be predicted from a history without earlier thinks: the row holds the visible
    history once and every completion once, and a 4-D attention mask hides the completions from all that follows.
-2. In half of the ambiguous dialogues the demonstrator always asks, but its questions carry no loss: the policy learns what to do
-   with an answer without learning to ask.
+2. In half of the ambiguous dialogues the demonstrator always asks, but the tokens that decide to ask carry no loss: the policy
+   learns how a question reads and what to do with its answer, without learning to ask.
 3. Slips of form and poor questions are put in on purpose, so that reinforcement learning has something to choose from.
 
 Left out: a real language. The policy knows the towns' words, restaurants and hotels, and three kinds of ambiguity.
@@ -39,7 +39,7 @@ TEMPLATE = ("{% for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>{
 class Demonstrator(Oracle):
     """The oracle made careless: thinks of every length, seldom asks, often poorly, and slips in form.
 
-    `always_ask`: asks whenever a question is due; `self.unlearned` then lists the steps that carry no loss."""
+    `always_ask`: asks whenever a question is due; `self.unlearned` then lists the steps whose decision to ask carries no loss."""
 
     STYLES, ASK = (0.45, 0.35, 0.2), (0.04, 0.12, 0.55)  # shares of think styles; chance of asking when due, by style
     NEEDLESS = 0.004                                      # chance of asking when nothing is due, per step
@@ -84,15 +84,21 @@ class Demonstrator(Oracle):
         return f"<think>{think}</think>{action}"
 
 
-def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, bool]]]]:
-    """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, learned?)]) for the
-    ambiguous scenario (asking or careless) and its clear twin."""
+def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, int]]]]:
+    """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, first learned character)])
+    for the ambiguous scenario (asking or careless) and its clear twin."""
     rng, made = random.Random(f"pretrain {seed}"), []
     for scenario in scenario_pair(seed, invented=0.3):
         agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.5)
         dialogue = play(scenario, agent, max_corrections=2)
-        made.append((dialogue.messages, [(n, text, k not in agent.unlearned) for k, (n, text, _) in enumerate(dialogue.steps)]))
+        made.append((dialogue.messages, [(n, text, learned_from(text) if k in agent.unlearned else 0)
+                                         for k, (n, text, _) in enumerate(dialogue.steps)]))
     return made
+
+
+def learned_from(text: str) -> int:
+    """Where learning starts in a turn whose decision to ask is not to be learnt: behind <clarify>, or nowhere in a plain reply."""
+    return text.index("<clarify>") + len("<clarify>") if "<clarify>" in text else len(text)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer and rows
@@ -117,7 +123,7 @@ def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], lis
     """(ids, positions, part, learned) of one dialogue: the history is part 0, the k-th completion part k. A completion stands
     where its turn begins and sees the history before it; nothing sees it but itself."""
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    at = {n: (text, learned) for n, text, learned in steps}
+    at = {n: (text, start) for n, text, start in steps}
     ids, positions, part, learned, place, count = [], [], [], [], 0, 0
 
     def put(new: list[int], start: int, which: int, learn: list[bool]):
@@ -126,8 +132,9 @@ def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], lis
     for n, m in enumerate([*messages, None]):
         if n in at:
             count += 1
-            new = encode("<|assistant|>" + at[n][0] + END)
-            put(new, place, count, [False] + [at[n][1]] * (len(new) - 1))
+            text, start = at[n]
+            given, new = encode("<|assistant|>" + text[:start]), encode(text[start:] + END)
+            put(given + new, place, count, [False] * len(given) + [start < len(text)] * len(new))
         if m is not None:
             new = encode(f"<|{m['role']}|>{m['content']}{END}")
             put(new, place, 0, [False] * len(new))
@@ -202,17 +209,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", metavar="FOLDER", help="go on from this model, all steps on dialogues of any length")
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
     args = parser.parse_args()
     if args.gate:
         return gate(args.gate, 300)
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
     first = 200_000 * (args.seed + 1)
-    texts = [m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
-             for m in [*messages, *({"content": s[1]} for s in steps)]]
-    tokenizer = train_tokenizer(texts, args.vocab)
+    if args.start:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
+    else:
+        tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+                                     for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
     with multiprocessing.Pool() as pool:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
         rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
@@ -225,7 +235,7 @@ def main() -> None:
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
                          num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM.from_pretrained(args.start) if args.start else LlamaForCausalLM(config)
     decay = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
     optimiser = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98))
@@ -233,8 +243,8 @@ def main() -> None:
 
     batches, epoch = [], 0
     for step in range(args.steps):
-        early = step < args.steps // 3  # copying is learnt sooner from short dialogues and many small steps
-        if not batches or step == args.steps // 3:
+        early = step < args.steps // 3 and not args.start  # copying is learnt sooner from short dialogues and many small steps
+        if not batches or (step == args.steps // 3 and not args.start):
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1

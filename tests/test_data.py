@@ -10,7 +10,7 @@ import torch
 import data.speaker
 import data.towns
 from env import BOOK_SLOTS, FIELDS, MAX_ROWS, booking_satisfies, meets, render_prompt, score_dialogue
-from data.pretrain import END, TAGS, Demonstrator, collate, demonstrate, to_row, train_tokenizer
+from data.pretrain import END, TAGS, Demonstrator, collate, demonstrate, learned_from, to_row, train_tokenizer
 from data.speaker import Oracle, clarify_due, decision_points, play, word_question
 from data.towns import (ANY_PATTERN, BASE_DOMAINS, BASE_KINDS, KINDS, NEW_FIRST, NEW_LAST, SPLITS, VAGUE, read_request,
                         request_domain, scenario_pair, split_of, venue_names)
@@ -413,8 +413,14 @@ def test_demonstrate_is_seeded_and_marks_what_is_learned():
     made = demonstrate(200_003)
     assert made == demonstrate(200_003) and len(made) == 2
     for messages, steps in made:
-        assert all(0 < n <= len(messages) and text and type(learned) is bool for n, text, learned in steps)
-    assert all(learned for _, _, learned in made[1][1])  # a clear twin has nothing to leave out
+        assert all(0 < n <= len(messages) and 0 <= start <= len(text) and text for n, text, start in steps)
+    assert all(start == 0 for _, _, start in made[1][1])  # a clear twin has nothing to leave out
+
+
+def test_of_a_question_that_must_not_be_learnt_only_its_words_are():
+    text = "<think>x</think><clarify>Which day?</clarify>"
+    assert text[learned_from(text):] == "Which day?</clarify>"
+    assert learned_from("<think>x</think>Which day?") == len("<think>x</think>Which day?")  # a plain reply: nothing
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +431,8 @@ def tokenizer():
 
 
 MESSAGES = [u("Hi."), a("Which day?"), u("Friday."), a("Booked.")]
-STEPS = [(1, "<think>x</think><clarify>Which day?</clarify>", False), (3, "<think></think>Booked.", True)]
+ASKED = "<think>x</think><clarify>"
+STEPS = [(1, ASKED + "Which day?</clarify>", len(ASKED)), (3, "<think></think>Booked.", 0)]
 
 
 def test_row_of_two_turns_by_hand(tokenizer):
@@ -436,7 +443,9 @@ def test_row_of_two_turns_by_hand(tokenizer):
     first, third = n[0], n[0] + n[1] + n[2]
     assert positions == [*range(n[0]), *range(first, first + k[0]), *range(n[0], third), *range(third, third + k[1]),
                          *range(third, third + n[3])]
-    assert learned == [False] * (n[0] + k[0] + n[1] + n[2]) + [False] + [True] * (k[1] - 1) + [False] * n[3]
+    words = len(tokenizer.encode("Which day?</clarify>" + END, add_special_tokens=False))
+    assert learned == [False] * (n[0] + k[0] - words) + [True] * words + [False] * (n[1] + n[2]) + [False] + [True] * (k[1] - 1) \
+        + [False] * n[3]
     history, completion = (tokenizer.decode([i for i, p in zip(ids, part) if p == k]) for k in (0, 2))
     assert completion == "<|assistant|><think></think>Booked.<|end|>"
     assert history == ("<|user|>Hi.<|end|><|assistant|>Which day?<|end|>"
