@@ -75,7 +75,7 @@ class Settings:
     user: str = "script"         # who plays the user in evaluation
     multiwoz: str = ""           # eval: folder with MultiWOZ; its goals take the place of generated towns
     split: str = "valid"         # eval: valid, test or test-new-words
-    goals: int = 100             # ambiguous goals of an evaluation, each with its twin
+    goals: int = 40              # ambiguous goals of an evaluation, each with its twin
     repeats: int = 1             # eval: dialogues per goal (pass@k: success in any of them)
     guard_every: int = 10        # steps between two looks at 64 fixed acting turns; 0: never
     save_every: int = 50         # steps between two checkpoints
