@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
     args = parser.parse_args()
     if args.gate:
-        return gate(args.gate, 300)
+        return gate(args.gate, 100)
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
