@@ -182,6 +182,7 @@ def _read_json(path: Path, kind: type) -> list | dict:
 
 
 def main(folder: str) -> None:
+    """Play the scripted oracle over every bookable goal of a folder; print successes, and each failure with its cause."""
     from data.speaker import play
     from env import score_dialogue
     for split in ("train", "valid", "test"):
