@@ -341,7 +341,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
         rows_all = [b for p in prompts for b in range(p * G, (p + 1) * G)]
         # Over ALL rows of the update, before the micro-batch loop: flat groups keep their place, unknown rewards have none.
         weight_B = dict(zip(rows_all, row_weights(lengths_B[rows_all], known_B[rows_all], settings.norm, settings.max_new_tokens)))
-        optimiser.zero_grad()
+        optimiser.zero_grad(set_to_none=True)  # without any gradient AdamW stands still; at 0 its momentum would move the weights
         for rows in cut([b for b in rows_all if adv_B[b] != 0]):
             logp_BT, mask_BT = logprobs(rows)
             old_BT = logp_BT.detach()
@@ -358,8 +358,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
         if not math.isfinite(norm):
             raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact: start again with a lower --lr")
         norms.append(norm)
-        if any(adv_B[b] != 0 for b in rows_all):  # AdamW would move the weights by its momentum alone
-            optimiser.step()
+        optimiser.step()
 
     weight = totals.pop("weight") or 1.0
     metrics = {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()},

@@ -16,7 +16,6 @@ Where this departs from the usual use of MultiWOZ:
 """
 from __future__ import annotations
 
-import collections
 import hashlib
 import json
 import random

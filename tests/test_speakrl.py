@@ -18,7 +18,7 @@ import speakrl
 from data.towns import scenario_pair
 from rewards import DIMENSIONS, RuleJudge, Verdict
 from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, parse_settings,
-                     points_of_pair, read_points, save_checkpoint, stream, training_points, wilson)
+                     points_of_pair, read_points, save_checkpoint, training_points, wilson)
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(towns=6, prompts=2, group=4, goals=1, max_new_tokens=60, guard_every=2, save_every=1)
@@ -167,13 +167,16 @@ def fresh(policy_path, **changes):
     return policy, torch.optim.AdamW(policy.model.parameters(), lr=policy.settings.lr, weight_decay=0.0)
 
 
-def test_unknown_rewards_leave_the_group_and_never_become_numbers():
+def test_unknown_rewards_leave_the_group_and_never_become_numbers(monkeypatch):
     """G10, G11: a judge that fails on every question; only rows without a question have a reward."""
     policy, optimiser = fresh(Settings().model, group=16)
     outage = lambda items: [Verdict(None, "unreachable") for _ in items]
+    seen, real = [], speakrl.group_advantages
+    monkeypatch.setattr(speakrl, "group_advantages", lambda rewards: seen.append(rewards) or real(rewards))
     metrics, rows = grpo_step(policy, optimiser, points_for(policy), outage, policy.settings, 0)
     asked = [r for r in rows if r["judge"] == "unreachable"]
     assert asked and all(r["reward"] is None and r["clarify"] is None for r in asked)
+    assert seen[0].isnan().flatten().tolist() == [r["judge"] == "unreachable" for r in rows]
     assert metrics["judge_failed"] == len(asked) and metrics["clarify_over_asked"] is None
     assert all(math.isfinite(v) for p in policy.model.parameters() for v in (p.sum().item(),))
 
@@ -197,7 +200,9 @@ def test_micro_batches_do_not_change_the_update():
 
 
 def test_a_step_of_flat_groups_changes_nothing():
-    policy, optimiser = fresh(Settings().model)
+    policy, optimiser = fresh(Settings().model, group=8)
+    metrics, _ = grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
+    assert metrics["flat"] < 1  # AdamW has momentum now, and would move the weights by it
     before = [p.clone() for p in policy.model.parameters()]
     full = lambda items: [Verdict(dict.fromkeys(DIMENSIONS, 1), "") for _ in items]
     points = points_for(policy)
