@@ -1,4 +1,4 @@
-"""Make data/tiny/, the embedded base policy: `python -m data.pretrain` (two cores, about 40 minutes, seeded).
+"""Make data/tiny/, the embedded base policy: `python -m data.pretrain` (two cores, about an hour, seeded).
 
 It plays the part of an instruct model: good at everything but asking. A demonstrator (the scripted oracle made careless)
 plays generated towns; a small Llama learns its turns by next-token prediction. Departures from ordinary pretraining:
@@ -201,28 +201,24 @@ def main() -> None:
     """Generate the corpus, train tokenizer and model, save an ordinary Hugging Face folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
-    parser.add_argument("--towns", type=int, default=20000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=1700, help="the first third on short dialogues, half the tokens a step")
+    parser.add_argument("--towns", type=int, default=45000, help="each gives two dialogues")
+    parser.add_argument("--steps", type=int, default=4000, help="the first third on short dialogues, half the tokens a step")
     parser.add_argument("--batch-tokens", type=int, default=12000)
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak; warmed up over 100 steps, then linearly down to 0")
+    parser.add_argument("--lr", type=float, default=1e-2, help="peak of both optimisers; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", metavar="FOLDER", help="go on from this model, all steps on dialogues of any length")
+    parser.add_argument("--seed", type=int, default=0, choices=range(4), help="each has 200 000 training towns of its own")
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
     args = parser.parse_args()
     if args.gate:
         return gate(args.gate, 100)
-    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
     first = 200_000 * (args.seed + 1)
-    if args.start:
-        tokenizer = AutoTokenizer.from_pretrained(args.start)
-    else:
-        tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
-                                     for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
+    tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+                                 for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
     with multiprocessing.Pool() as pool:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
         rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
@@ -235,32 +231,35 @@ def main() -> None:
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
                          num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM.from_pretrained(args.start) if args.start else LlamaForCausalLM(config)
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim == 1]
-    optimiser = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98))
+    model = LlamaForCausalLM(config)
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
+    optimisers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),  # learns to copy sooner than AdamW
+                  torch.optim.AdamW(others, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.98))]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}", flush=True)
 
     batches, epoch = [], 0
     for step in range(args.steps):
-        early = step < args.steps // 3 and not args.start  # copying is learnt sooner from short dialogues and many small steps
-        if not batches or (step == args.steps // 3 and not args.start):
+        early = step < args.steps // 3  # copying is learnt sooner from short dialogues and many small steps
+        if not batches or step == args.steps // 3:
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1
         ids, positions, mask, learned = collate(batches.pop(), tokenizer.pad_token_id)
         rate = args.lr * min((step + 1) / 100, (args.steps - step) / args.steps)
-        for group in optimiser.param_groups:
-            group["lr"] = rate
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
         target = learned[:, 1:]  # a learned token is predicted from the place before it, in its own part
         with torch.autocast("cpu", torch.bfloat16):
             hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
             logits = model.lm_head(hidden[:, :-1][target])
         loss = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][target])
-        optimiser.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        for optimiser in optimisers:
+            optimiser.step()
         if step % 50 == 0 or step + 1 == args.steps:
             print(f"step {step} loss {loss.item():.4f} lr {rate:.5f} {time.time() - began:.0f} s", flush=True)
         if (step + 1) % 500 == 0 or step + 1 == args.steps:

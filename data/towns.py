@@ -233,7 +233,7 @@ def scenario_pair(seed: int, domains: tuple = BASE_DOMAINS, kinds: tuple = BASE_
         first = rng.choice([d for d in others if d in ("restaurant", "hotel")])
         order = [first, target]
     else:
-        order = [target, *rng.sample(others, min(rng.choice((0, 0, 0, 0, 1, 1, 2)), len(others)))]
+        order = [target, *rng.sample(others, min(rng.choice((0, 0, 0, 0, 0, 0, 1, 2)), len(others)))]
         rng.shuffle(order)
     goals = {d: town.clear_goal(d) for d in order if d != target}
     plan = town.plan(target, kind, goals.get(order[0]))

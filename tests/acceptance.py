@@ -7,18 +7,22 @@ what was already run is not run again (delete --out to start over). About 40 min
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-def run(*arguments) -> float:
-    """One command of speakrl.py; seconds it took."""
-    began = time.time()
-    subprocess.run([sys.executable, str(ROOT / "speakrl.py"), *map(str, arguments)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+def run(jobs: int, *arguments) -> float:
+    """One command of speakrl.py on its share of the cores; seconds it took."""
+    began, threads = time.time(), max(1, (os.cpu_count() or 1) // jobs)
+    subprocess.run([sys.executable, str(ROOT / "speakrl.py"), *map(str, arguments)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+                   env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     return time.time() - began
 
 
@@ -77,6 +81,21 @@ def questions(folder: Path, count: int = 10) -> None:
             print(f"  {low:>2}-{high:<2}  {len(some):>5} questions, mean score {sum(some) / len(some):.3f}")
 
 
+def train_and_evaluate(out: Path, name: str, seed: int, splits: list[str], args) -> None:
+    """What one row of the table needs: train `name` (but for the base), evaluate it on each split."""
+    model = "data/tiny"
+    if name != "base":
+        model = out / f"{name}-{seed}"
+        if not (model / "checkpoints" / "step-000100").exists():
+            extra = ["--lr", name[3:]] if name.startswith("lr-") else []
+            print(f"{model}: trained in {run(args.jobs, 'train', '--seed', seed, '--out', model, *extra):.0f} s", flush=True)
+    for split in splits:
+        file = out / f"{name}-{split}-{seed}.json"
+        if not file.exists():
+            took = run(args.jobs, "eval", "--model", model, "--split", split, "--goals", args.goals, "--seed", seed, "--json", file)
+            print(f"{file.name}: {took:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="runs/acceptance")
@@ -84,24 +103,17 @@ def main() -> None:
     parser.add_argument("--goals", type=int, default=400)
     parser.add_argument("--lr", nargs="*", default=[], help="other learning rates to show beside the default")
     parser.add_argument("--splits", nargs="+", default=["test", "test-new-words"])
+    parser.add_argument("--jobs", type=int, default=2, help="commands at once; one core each is faster than one after the other on two")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name in ["default", *(f"lr-{lr}" for lr in args.lr)]:
-        for seed in args.seeds:
-            folder = out / f"{name}-{seed}"
-            if not (folder / "checkpoints" / "step-000100").exists():
-                extra = ["--lr", name[3:]] if name.startswith("lr-") else []
-                print(f"{folder}: trained in {run('train', '--seed', seed, '--out', folder, *extra):.0f} s", flush=True)
-            for split in args.splits if name == "default" else args.splits[:1]:
-                for what, model in (("base", "data/tiny"), (name, folder)):
-                    file = out / f"{what}-{split}-{seed}.json"
-                    if not file.exists():
-                        took = run("eval", "--model", model, "--split", split, "--goals", args.goals, "--seed", seed, "--json", file)
-                        print(f"{file.name}: {took:.0f} s", flush=True)
-        for split in args.splits if name == "default" else args.splits[:1]:
+    splits = {"base": args.splits, "default": args.splits, **{f"lr-{lr}": args.splits[:1] for lr in args.lr}}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda job: train_and_evaluate(out, *job, args), [(name, seed, splits[name]) for name in splits for seed in args.seeds]))
+    for name in list(splits)[1:]:
+        for split in splits[name]:
             table(out, split, args.seeds, name)
-        questions(out / f"{name}-{args.seeds[0]}")
+    questions(out / f"default-{args.seeds[0]}")
 
 
 if __name__ == "__main__":
