@@ -5,7 +5,7 @@ plays generated towns; a small Llama learns its turns by next-token prediction. 
 
 1. One dialogue is one row, though every turn must be predicted from a history without earlier thinks: the row holds the visible
    history once and every completion once, and a 4-D attention mask hides the completions from all that follows.
-2. In half of the ambiguous dialogues the demonstrator always asks, but the tokens that decide to ask carry no loss: the policy
+2. In three of four ambiguous dialogues the demonstrator always asks, but the tokens that decide to ask carry no loss: the policy
    learns how a question reads and what to do with its answer, without learning to ask.
 3. Slips of form and poor questions are put in on purpose, so that reinforcement learning has something to choose from.
 
@@ -89,7 +89,7 @@ def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, int]]]
     for the ambiguous scenario (asking or careless) and its clear twin."""
     rng, made = random.Random(f"pretrain {seed}"), []
     for scenario in scenario_pair(seed, invented=0.3):
-        agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.5)
+        agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.75)
         dialogue = play(scenario, agent, max_corrections=2)
         made.append((dialogue.messages, [(n, text, learned_from(text) if k in agent.unlearned else 0)
                                          for k, (n, text, _) in enumerate(dialogue.steps)]))
@@ -209,16 +209,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0, choices=range(4), help="each has 200 000 training towns of its own")
+    parser.add_argument("--start", metavar="FOLDER", help="go on from this model, all steps on dialogues of any length")
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
     args = parser.parse_args()
     if args.gate:
         return gate(args.gate, 100)
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
     first = 200_000 * (args.seed + 1)
-    tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
-                                 for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
+    if args.start:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
+    else:
+        tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+                                     for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
     with multiprocessing.Pool() as pool:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
         rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
@@ -231,7 +235,7 @@ def main() -> None:
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
                          num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM.from_pretrained(args.start) if args.start else LlamaForCausalLM(config)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimisers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),  # learns to copy sooner than AdamW
@@ -240,8 +244,8 @@ def main() -> None:
 
     batches, epoch = [], 0
     for step in range(args.steps):
-        early = step < args.steps // 3  # copying is learnt sooner from short dialogues and many small steps
-        if not batches or step == args.steps // 3:
+        early = step < args.steps // 3 and not args.start  # copying is learnt sooner from short dialogues and many small steps
+        if not batches or (step == args.steps // 3 and not args.start):
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1

@@ -157,11 +157,9 @@ class Oracle:
         if domain == "taxi":
             return "book", call("book_taxi", {s: said[s] for s in ("departure", "destination", "leaveAt", "arriveBy") if s in said})
         wishes = {s: said[s] for s in FIELDS[domain] if s in said}
-        if belief.rows is None:
-            return "query", call(f"query_{domain}", wishes)
-        rows = [row for row in belief.rows if all(meets(row, s, v) for s, v in wishes.items())]
+        rows = [row for row in belief.rows or [] if all(meets(row, s, v) for s, v in wishes.items())]
         exact = [row for row in rows if row.get("name") == said.get("name") and "name" in said]
-        if not rows and wishes != belief.asked_with:
+        if belief.rows is None or (wishes != belief.asked_with and not exact):  # an answer gave one wish more: look again
             return "query", call(f"query_{domain}", wishes)
         if not rows:
             return "none", "I am sorry, I found nothing that matches."
