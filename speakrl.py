@@ -39,7 +39,8 @@ from grpo import group_advantages, policy_loss, row_weights, sample, token_logpr
 from rewards import RuleJudge, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
-STAGE_SHARES = {"ask": 0.5, "twin": 0.25, "other": 0.25}  # of a step's prompts: a question is due; due in the twin; neither
+# Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; none of these.
+STAGE_SHARES = {"ask": 0.5, "answered": 0.125, "twin": 0.25, "other": 0.125}
 
 
 class UserError(Exception):

@@ -289,16 +289,17 @@ def play(scenario: Scenario, agent=None, seed: int = 0, max_corrections: int = 2
 
 def decision_points(scenario: Scenario, twin_of: dict | None = None) -> list[dict]:
     """Every agent turn of the oracle's dialogue as a decision point {id, goal_id, messages, clarify_expected, ambiguity,
-    twin_id, twin_kind, stage}. `stage` is "ask" where a question is due, "twin" where it would be due in the ambiguous twin
-    (whose annotation is `twin_of`), "other" elsewhere; training draws by kind and stage, never by this run's rewards."""
+    twin_id, twin_kind, stage}. `stage` is "ask" where a question is due, "answered" right after, "twin" where it would be due in
+    the ambiguous twin (whose annotation is `twin_of`), "other" elsewhere; training draws by stage, never by this run's rewards."""
     dialogue, points = play(scenario), []
     for k, (length, _, _) in enumerate(dialogue.steps):
         history = dialogue.messages[:length]
         due = clarify_due(history, scenario.ambiguity)
-        twin = twin_of is not None and _twin_spot(history, twin_of)
+        stage = "ask" if due else "answered" if points and points[-1]["stage"] == "ask" else "twin" if (
+            twin_of is not None and _twin_spot(history, twin_of)) else "other"
         points.append({"id": f"{scenario.id}#{k}", "goal_id": scenario.id, "messages": history, "clarify_expected": due,
                        "ambiguity": scenario.ambiguity, "twin_id": scenario.twin_id, "twin_kind": scenario.twin_kind,
-                       "stage": "ask" if due else "twin" if twin else "other"})
+                       "stage": stage})
     return points
 
 

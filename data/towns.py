@@ -363,7 +363,8 @@ class _Town:
             model = self.row(domain, "")
             said = {s: model[s] for s in self.wishes(domain) if s != slot}
             venues[:] = [r for r in venues if any(r[s] != v for s, v in said.items())]
-            rows = [self.row(domain, n, **said, **{slot: v}) for n, v in zip(self.names(domain, len(values)), values)]
+            # They differ in this slot alone: with another one open as well, no policy could know which one the user cares about.
+            rows = [{**model, **said, "name": n, slot: v} for n, v in zip(self.names(domain, len(values)), values)]
             info = {**said, slot: rng.choice(values)}
         elif kind == "underspecified":
             slot, last = "leaveAt", timetable[rng.randrange(-5, -1):]
