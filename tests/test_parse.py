@@ -286,7 +286,7 @@ def test_a_megabyte_takes_linear_time(piece):
     """P15: no backtracking and no copy per tag, whatever a broken policy repeats."""
     start = time.process_time()
     turn = parse_turn(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10  # about 1 here; one copy of the rest per tag would take minutes
     assert turn.errors != ()
 
 
@@ -295,7 +295,7 @@ def test_truncated_repeated_blocks_do_not_hang(text):
     """P15: the text of the public report."""
     start = time.process_time()
     assert parse_turn(text).errors != ()
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 5  # a hang is minutes
 
 
 @pytest.mark.parametrize("body", ["[" * 1_000_000, '{"a":' * 200_000, "1" * 1_000_000, " " * 1_000_000 + "x"])
@@ -303,7 +303,7 @@ def test_a_megabyte_inside_a_tool_call(body):
     """P15: the JSON reader is no way around the limit, and its RecursionError does not get out."""
     start = time.process_time()
     assert parse_turn(f"<think>a</think><tool_call>{body}</tool_call>").errors == ("bad json",)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10  # about 1 here; one copy of the rest per tag would take minutes
 
 
 # ---- properties over random strings

@@ -359,7 +359,7 @@ def test_enormous_text_takes_no_time(text):
     start = time.perf_counter()
     score("branch", text)
     rubric_prompt([user(text)], text)
-    assert time.perf_counter() - start < 0.5
+    assert time.perf_counter() - start < 5  # a hang is minutes
 
 
 def test_doctests():
