@@ -2,7 +2,7 @@
 
 Base and trained policy play the same goals (400 ambiguous ones and their 400 twins) with the same random streams; what is printed
 is the mean over goals and seeds, and the change with its 95 % interval, paired by goal. `--lr` shows another learning rate;
-what was already run is not run again (delete --out to start over). About 25 minutes on two cores with `--splits test`.
+what was already run is not run again (delete --out to start over). About half an hour on two cores with `--splits test`.
 """
 import argparse
 import json
