@@ -368,6 +368,22 @@ def is_salad(masked: str, order: list, opener: int | None, known: set) -> bool:
     return False
 
 
+def offers_twice(masked: str, order: list) -> bool:
+    """Whether one list of choices names a candidate again: "south, south or east".
+
+    >>> offers_twice("you said * and * : * or * ?", ["S", "E", "S", "E"]), offers_twice("the * , * or * ?", ["S", "S", "E"])
+    (False, True)
+    """
+    seen = set(order[:1])
+    for gap, candidate in zip(masked.split("*")[1:-1], order[1:]):
+        if not set(gap.split()) <= SEPARATORS:
+            seen = set()
+        elif candidate in seen:
+            return True
+        seen.add(candidate)
+    return False
+
+
 def extra_items(masked: str, opener: int | None, known: set) -> set:
     """Choices in the list of the question that are no candidates: "*, * or west" -> {"west"}."""
     items = re.split(r"(?<!\S)(?:[.,:;/?!]|or|and)(?!\S)", masked[opener or 0:])
@@ -455,12 +471,14 @@ def judge_question(history: list[dict], question: str, ambiguity: dict) -> Verdi
     tied = bool((set(words) - (own_words if slot != "name" else set())) & entity)
 
     clarity = clarity_score(text, masked, order, opener, stated | own_words)
+    if offers_twice(masked, order):
+        clarity = min(clarity, 2)
     if clarity > 3 and (others or copies(words, history)):
         clarity = 3
     if not (cue or several or lone):  # aims at nothing that is in doubt
         relevance = specificity = logic = constructive = 2 if "which" in words and not others else 1
     elif others:
-        relevance, specificity, constructive = (3, 3, 2) if len(others) == 1 else (2, 2, 1)
+        relevance, specificity, constructive = (3, 3, 2) if len(others) == 1 and cue else (2, 2, 1)
         logic = 5 if tied else 3
     else:
         relevance = 5 if (cue or several) and len(extras) < 2 else 4

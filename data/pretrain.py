@@ -18,6 +18,7 @@ import gc
 import math
 import multiprocessing
 import random
+import re
 import time
 
 import torch
@@ -41,7 +42,7 @@ class Demonstrator(Oracle):
 
     `always_ask`: asks whenever a question is due; `self.unlearned` then lists the steps whose decision to ask carries no loss."""
 
-    STYLES, ASK = (0.45, 0.35, 0.2), (0.04, 0.12, 0.55)  # shares of think styles; chance of asking when due, by style
+    STYLES, ASK = (0.4, 0.32, 0.28), (0.04, 0.12, 0.5)  # shares of think styles; chance of asking when due, by style
     NEEDLESS = 0.004                                      # chance of asking when nothing is due, per step
 
     def __init__(self, ambiguity, seed: str, always_ask: bool):
@@ -84,21 +85,27 @@ class Demonstrator(Oracle):
         return f"<think>{think}</think>{action}"
 
 
-def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, int]]]]:
-    """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, first learned character)])
+def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, list]]]]:
+    """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, learned spans of it)])
     for the ambiguous scenario (asking or careless) and its clear twin."""
     rng, made = random.Random(f"pretrain {seed}"), []
     for scenario in scenario_pair(seed, invented=0.3):
         agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.75)
         dialogue = play(scenario, agent, max_corrections=2)
-        made.append((dialogue.messages, [(n, text, learned_from(text) if k in agent.unlearned else 0)
+        made.append((dialogue.messages, [(n, text, undecided(text) if k in agent.unlearned else [(0, len(text) + 1)])
                                          for k, (n, text, _) in enumerate(dialogue.steps)]))
     return made
 
 
-def learned_from(text: str) -> int:
-    """Where learning starts in a turn whose decision to ask is not to be learnt: behind <clarify>, or nowhere in a plain reply."""
-    return text.index("<clarify>") + len("<clarify>") if "<clarify>" in text else len(text)
+def undecided(text: str) -> list[tuple[int, int]]:
+    """What is learned of a turn whose decision to ask is not: the inside of a slot-by-slot think (neither its first word, which chooses
+    that style, nor its last sentence, which decides), and what stands behind <clarify>."""
+    spans = []
+    if check := re.match(r"<think>[a-z]+ (.*)Ask the user\.</think>", text):
+        spans.append(check.span(1))
+    if "<clarify>" in text:
+        spans.append((text.index("<clarify>") + len("<clarify>"), len(text) + 1))
+    return spans
 
 
 # ------------------------------------------------------------------------------------------------- tokenizer and rows
@@ -122,8 +129,7 @@ def train_tokenizer(texts: list[str], vocab: int):
 def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], list[int], list[int], list[bool]]:
     """(ids, positions, part, learned) of one dialogue: the history is part 0, the k-th completion part k. A completion stands
     where its turn begins and sees the history before it; nothing sees it but itself."""
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    at = {n: (text, start) for n, text, start in steps}
+    at = {n: (text, spans) for n, text, spans in steps}
     ids, positions, part, learned, place, count = [], [], [], [], 0, 0
 
     def put(new: list[int], start: int, which: int, learn: list[bool]):
@@ -132,11 +138,13 @@ def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], lis
     for n, m in enumerate([*messages, None]):
         if n in at:
             count += 1
-            text, start = at[n]
-            given, new = encode("<|assistant|>" + text[:start]), encode(text[start:] + END)
-            put(given + new, place, count, [False] * len(given) + [start < len(text)] * len(new))
+            text, spans = at[n]
+            new = tokenizer(text + END, add_special_tokens=False, return_offsets_mapping=True)
+            opening = tokenizer.encode("<|assistant|>", add_special_tokens=False)
+            learn = [any(start <= begin < end for start, end in spans) for begin, _ in new["offset_mapping"]]
+            put(opening + new["input_ids"], place, count, [False] * len(opening) + learn)
         if m is not None:
-            new = encode(f"<|{m['role']}|>{m['content']}{END}")
+            new = tokenizer.encode(f"<|{m['role']}|>{m['content']}{END}", add_special_tokens=False)
             put(new, place, 0, [False] * len(new))
             place += len(new)
     return ids, positions, part, learned
@@ -202,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
     parser.add_argument("--towns", type=int, default=45000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=4000, help="the first third on short dialogues, half the tokens a step")
+    parser.add_argument("--steps", type=int, default=3600, help="the first third on short dialogues, half the tokens a step")
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--lr", type=float, default=1e-2, help="peak of both optimisers; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)

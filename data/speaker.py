@@ -70,6 +70,7 @@ class Belief:
     vague: str = ""                                     # the request's own words
     rows: list[dict] | None = None                      # of the latest query
     total: int = 0
+    any_will_do: bool = False                           # the user said so
     asked_with: dict | None = None                      # arguments of the latest query
     result: dict | None = None                          # of the latest tool call, if it is the last message
     booked: dict | None = None                          # result of the latest booking
@@ -87,6 +88,7 @@ def read_history(history: list[dict]) -> Belief:
                 belief = Belief(domain, read_request(m["content"], domain), m["content"])
             else:
                 _read_answer(belief, m["content"], history[i - 1]["content"])
+            belief.any_will_do |= bool(ANY_PATTERN.search(m["content"]))
         elif m["role"] == "tool":
             belief.result = json.loads(m["content"])
             if "rows" in belief.result:
@@ -200,6 +202,12 @@ SLOT_QUESTIONS = {"name": ("Which branch?", "Which branch do you mean?", "Which 
 NOUNS = {"restaurant": "table", "hotel": "room", "train": "train"}
 
 
+def tails(ambiguity: dict, belief: Belief) -> list[str]:
+    """The candidates as one speaks of them: of branches only what tells them apart ("north", not "golden wok north")."""
+    base = belief.said.get("name", "") if ambiguity["slot"] == "name" else ""
+    return [c[len(base):].strip() if base and c.startswith(base + " ") else c for c in ambiguity["candidates"]]
+
+
 def alternatives(values: list[str]) -> str:
     """"north, south or east"; above five candidates, two of them."""
     values = values if len(values) <= 5 else values[:2]
@@ -214,15 +222,12 @@ def word_question(ambiguity: dict, belief: Belief, level: int, rng: random.Rando
     question = rng.choice(SLOT_QUESTIONS[slot])
     if level == 1:
         return question
-    tails = candidates
-    if slot == "name":
-        base = belief.said.get("name", "")
-        tails = [c[len(base):].strip() if base and c.startswith(base + " ") else c for c in candidates]
-    options = alternatives(tails)
+    options = alternatives(tails(ambiguity, belief))
     if level == 2:
         return question.rstrip("?") + f": {options}?"
     domain, total, ask = ambiguity["domain"], len(candidates), question.rstrip("?")
     if slot == "name":
+        base = belief.said.get("name", "")
         return rng.choice((f"There are {total} places called {base}. Which branch do you mean: {options}?",
                            f"Which {base} do you mean: {options}?", f"Do you want the {base} branch {options}?"))
     if ambiguity["kind"] == "underspecified" and domain != "train":
@@ -246,12 +251,19 @@ def word_think(kind: str, belief: Belief, open_detail: dict | None, style: int, 
     total = "" if belief.rows is None else f"{belief.total} match. "
     if style == 1:
         return rng.choice((step, total + step))
-    check = ", ".join(f"{slot} {value}" for slot, value in belief.said.items())
+    check = ", ".join(f"{slot} {value}" for slot, value in belief.said.items()) + ". "
     if kind == "report":
-        return f"{'Booked' if belief.booked else 'Found'}: {check}. {step}"
+        return f"{'Booked' if belief.booked else 'Found'}: {check}{step}"
     if open_detail:
-        return f"{check}. {total}{open_detail['slot']} is open: {alternatives(open_detail['candidates'])}. {step}"
-    return f"{check}. {total}{rng.choice(('All given. ', 'One reading is left. '))}{step}"
+        seen = compare(belief) if open_detail["kind"] == "underspecified" else ""
+        return f"{check}{total}{seen}{open_detail['slot']} is open: {alternatives(tails(open_detail, belief))}. {step}"
+    return f"{check}{total}{'Any will do. ' if belief.any_will_do else rng.choice(('All given. ', 'One reading is left. '))}{step}"
+
+
+def compare(belief: Belief) -> str:
+    """The first two places side by side, in the fields that the user did not name: "east thai; north thai. "."""
+    fields = [slot for slot in FIELDS[belief.domain] if slot != "name" and slot not in belief.said]
+    return "; ".join(" ".join(row[slot] for slot in fields if slot in row) for row in belief.rows[:2]) + ". "
 
 
 def word_report(belief: Belief, rng: random.Random) -> str:

@@ -378,6 +378,7 @@ class _Town:
                 plan["rivals"] = [r for r in rows if r[slot] != value]
                 venues += rows
                 rng.shuffle(venues)
+                candidates = [r[slot] for r in venues if r in rows]  # in the order in which a result shows them
         elif kind == "vague":
             slot = "leaveAt" if domain == "train" else rng.choice(BOOK_SLOTS[domain])
             phrase = rng.choice(list(VAGUE[slot]))

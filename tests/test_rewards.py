@@ -299,6 +299,8 @@ TRICKS = [
     (0.6, "asked", "How many people is the table for: 3, 4 or 5?"),
     (0.6, "asked", "how many people is your table for: 3, 4 or 5?"),
     (0.4, "branch", "Which one?"), (0.4, "rows", "Which one would you like?"), (0.7, "rows", "Which area?"),
+    (0.25, "branch", "Which golden wok would you like: north, north or south?"), (0.25, "rows", "Which area: north, south, south or east?"),
+    (0.25, "people", "How many people will it be: 3, 3 or 4?"), (0.45, "rows", "Which price range for the restaurant: north, south or east?"),
 ]
 
 
