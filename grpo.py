@@ -4,12 +4,13 @@
     adv_PG      = group_advantages(rewards_PG)                # who was better than the siblings
     weight_B    = row_weights(lengths_B, known_B, norm, n)    # once per optimiser update, over ALL of its rows
     for rows in micro_batches:
-        logp_BT, mask_BT = token_logprobs(model, ...)         # with gradient
+        logp_BT, mask_BT = token_logprobs(model, ...)         # with gradient; or shared_logprobs, the same for less
         loss, metrics    = policy_loss(logp_BT, ...)          # a plain sum: losses, gradients and metrics add up
         loss.backward()
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
-_T completion tokens, _V vocabulary. Every function stands alone: copy it out, it needs torch and nothing else here.
+_T completion tokens, _V vocabulary. Copy functions out: they need torch and nothing else here, but that `sample` and
+`shared_logprobs` need `prefill`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
@@ -31,13 +32,14 @@ import torch
 
 
 @torch.no_grad()
-def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed):
+def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed, stretch=32):
     """Sample G completions for each prompt from exactly the distribution that `token_logprobs` scores.
 
     prompts: P non-empty lists of token ids. Returns P*G lists of token ids, prompt-major. Each includes its end token
     if one was sampled; a completion that does not end in one of `eos_ids` was cut off by `max_new_tokens`.
     temperature 0 is greedy. The same call gives the same ids, the caller's random stream stays where it was. All rows
-    go through the model at once and share one stream, so a row's draw depends on the rows beside it.
+    go through the model at once and share one stream, so a row's draw depends on the rows beside it. A prompt is computed
+    once for its G completions, and every `stretch` tokens the rows that have ended are dropped: same distribution.
     The model comes back as it was: train/eval mode of every submodule, generation config.
 
     >>> sample(model, [[5, 6], [7]], 2, max_new_tokens=3, temperature=1.0, eos_ids=[1], pad_id=0,
@@ -46,14 +48,7 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
     """
     if not prompts:
         return []
-    lengths = [len(prompt) for prompt in prompts]
-    assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
     eos_ids = sorted(eos_ids)
-    width = max(lengths)
-    # Left padding: the last prompt token must stand where the first completion token is predicted.
-    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts for _ in range(G)]
-    attention = [[0] * (width - length) + [1] * length for length in lengths for _ in range(G)]
-
     # generate() fills everything that is not passed from model.generation_config: Qwen2.5 ships top_k 20, top_p 0.8,
     # repetition_penalty 1.05, others ban or force tokens. Each of these makes the sampler another distribution than
     # the one in the loss, and passing None does not switch it off. So generate() sees an empty config, and the
@@ -70,22 +65,59 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
         model.eval()  # no dropout, and gradient checkpointing, which would switch the cache off, is for train mode only
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            out = model.generate(
-                input_ids=torch.tensor(ids, device=device),
-                attention_mask=torch.tensor(attention, device=device),
-                max_new_tokens=max_new_tokens, eos_token_id=eos_ids or None, pad_token_id=pad_id, use_cache=True,
-                **sampling,
-            )
+            ids, attention, cache = prefill(model, prompts, G, pad_id)
+            completions = [[] for _ in ids]
+            going = list(range(len(ids)))  # rows without an end token yet; all of them are equally long
+            while going:
+                length = len(completions[going[0]])
+                out = model.generate(
+                    input_ids=ids, attention_mask=attention, cache=cache, use_cache=True, **sampling,
+                    max_new_tokens=min(stretch, max_new_tokens - length), eos_token_id=eos_ids or None, pad_token_id=pad_id,
+                )
+                kept = []
+                for i, new in enumerate(out[:, ids.shape[1]:].tolist()):
+                    # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself.
+                    # A row without an end token holds no pads, because generate() pads a row only after its end.
+                    end = next((t + 1 for t, token in enumerate(new) if token in eos_ids), None)
+                    completions[going[i]] += new[:end]
+                    if end is None and length + len(new) < max_new_tokens:
+                        kept.append(i)
+                # Most rows end early, and generate() would compute them on with the longest.
+                going = [going[i] for i in kept]
+                kept = torch.tensor(kept, dtype=torch.long, device=device)
+                attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)[kept]
+                ids = out[kept]
+                if cache is not None and going:
+                    cache.batch_select_indices(kept)
     finally:
         model.generation_config = generation_config
         for module, mode in modes:
             module.training = mode
+    return completions
 
-    completions = out[:, width:].tolist()
-    # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself. A row without
-    # an end token holds no pads, because generate() pads a row only after its end.
-    ends = [next((t for t, token in enumerate(row) if token in eos_ids), len(row)) for row in completions]
-    return [row[: end + 1] for row, end in zip(completions, ends)]
+
+def prefill(model, prompts, G, pad_id):
+    """Forward P prompts once, all but their last token, and repeat what the model keeps of them G times.
+
+    Returns (ids_BS, attention_BS, cache): the prompts, padded on the left (the last prompt token must stand where the
+    first completion token is predicted), G rows each, and the cache of their first S - 1 columns, with gradient if
+    there is one. cache is None where there is nothing to keep (S = 1) or where the model keeps no such cache.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
+    S = max(lengths)
+    ids_PS = torch.tensor([[pad_id] * (S - len(p)) + list(p) for p in prompts], device=model.device)
+    attention_PS = torch.tensor([[0] * (S - n) + [1] * n for n in lengths], device=model.device)
+    cache = None
+    if S > 1:
+        # Without position ids a model with absolute positions (GPT-2) counts the left padding.
+        positions = (attention_PS.cumsum(1) - 1).clamp(min=0)
+        out = model(input_ids=ids_PS[:, :-1], attention_mask=attention_PS[:, :-1], position_ids=positions[:, :-1], use_cache=True,
+                    logits_to_keep=1)
+        cache = getattr(out, "cache", None)
+        if cache is not None:
+            cache.batch_repeat_interleave(G)
+    return ids_PS.repeat_interleave(G, 0), attention_PS.repeat_interleave(G, 0), cache
 
 
 def token_logprobs(model, prompts, completions, temperature, pad_id=0):
@@ -125,6 +157,32 @@ def token_logprobs(model, prompts, completions, temperature, pad_id=0):
     logits_BTV = logits_BTV.float() / temperature
     chosen_BT = logits_BTV.gather(-1, ids[:, S:, None])[..., 0]
     mask_BT = attention[:, S:].bool()
+    return torch.where(mask_BT, chosen_BT - logits_BTV.logsumexp(-1), 0.0), mask_BT
+
+
+def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
+    """`token_logprobs`, contract and result, with each prompt computed once and not once per completion.
+
+    P prompts of p tokens with G completions of c each cost P*p + P*G*(c + 1) tokens instead of P*G*(p + c). The gradient
+    flows through the cache, in which the keys and values of a prompt are repeated G times. Falls back on the plain
+    function where there is no such cache.
+    """
+    assert temperature > 0, f"temperature is {temperature}; score greedy samples at the temperature of the policy, 1.0"
+    P, B = len(prompts), len(completions)
+    assert P > 0 and B % P == 0, f"{B} completions are no multiple of {P} prompts"
+    ids_BS, attention_BS, cache = prefill(model, prompts, B // P, pad_id)
+    if cache is None:
+        return token_logprobs(model, prompts, completions, temperature, pad_id)
+    T = max(len(completion) for completion in completions)
+    tokens_BT = ids_BS.new_tensor([list(c) + [pad_id] * (T - len(c)) for c in completions])
+    mask_BT = torch.tensor([[True] * len(c) + [False] * (T - len(c)) for c in completions], device=model.device)
+    # On the cache of S - 1 columns: the last prompt token, which predicts the first completion token, and the completion.
+    ids = torch.cat([ids_BS[:, -1:], tokens_BT], 1)
+    attention = torch.cat([attention_BS, mask_BT.long()], 1)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -T - 1:]
+    logits_BTV = model(input_ids=ids, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True).logits[:, :-1]
+    logits_BTV = logits_BTV.float() / temperature
+    chosen_BT = logits_BTV.gather(-1, tokens_BT[..., None])[..., 0]
     return torch.where(mask_BT, chosen_BT - logits_BTV.logsumexp(-1), 0.0), mask_BT
 
 

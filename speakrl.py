@@ -35,7 +35,7 @@ from data.speaker import decision_points, play
 from data.towns import SPLITS, scenario_pair
 from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue,
                  start_dialogue)
-from grpo import group_advantages, policy_loss, row_weights, sample, token_logprobs
+from grpo import group_advantages, policy_loss, row_weights, sample, shared_logprobs, token_logprobs
 from rewards import RuleJudge, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
@@ -185,12 +185,21 @@ class Policy:
         """What the policy wrote, without its end token (cut by id, so that no end text can spoil the form)."""
         return self.tokenizer.decode([t for t in completion if t not in self.eos_ids], skip_special_tokens=True)
 
-    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None) -> list[list[int]]:
-        """grpo.sample with this policy's settings."""
-        return sample(self.model, prompts, G, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos_ids, pad_id=self.pad_id,
-                      temperature=self.settings.temperature if temperature is None else temperature, seed=seed)
+    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128) -> list[list[int]]:
+        """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
+        prompt beside a long one pays for the long one)."""
+        order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
+        completions_B: list = [None] * (len(prompts) * G)
+        for k in range(0, len(order), max(1, rows // G)):
+            chunk = order[k:k + max(1, rows // G)]
+            new = sample(self.model, [prompts[p] for p in chunk], G, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos_ids,
+                         pad_id=self.pad_id, temperature=self.settings.temperature if temperature is None else temperature,
+                         seed=stream(seed, k))
+            for i, p in enumerate(chunk):
+                completions_B[p * G:(p + 1) * G] = new[i * G:(i + 1) * G]
+        return completions_B
 
-    def agent(self, seed: int, rows: int = 128):
+    def agent(self, seed: int):
         """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full)."""
         calls = 0
 
@@ -198,13 +207,10 @@ class Policy:
             nonlocal calls
             calls += 1
             prompts = [self.prompt(h) for h in histories]
-            # Rows of similar length together: a short prompt beside a long one pays for the long one.
-            fits = sorted((i for i, p in enumerate(prompts) if len(p) <= self.settings.max_prompt), key=lambda i: len(prompts[i]))
+            fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.settings.max_prompt]
             texts: list[str | None] = [None] * len(prompts)
-            for k in range(0, len(fits), rows):
-                chunk = fits[k:k + rows]
-                for i, completion in zip(chunk, self.sample([prompts[i] for i in chunk], 1, stream(seed, calls, k))):
-                    texts[i] = self.text(completion)
+            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls))):
+                texts[i] = self.text(completion)
             return texts
         return act
 
@@ -320,19 +326,24 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     known_B, lengths_B = ~rewards_B.isnan(), torch.tensor([len(c) for c in completions_B])
     flat_P = (adv_B.view(P, G) == 0).all(1)
 
-    def logprobs(rows):  # P = B here: the rows of a micro-batch may come from different groups
-        prompts = [points[b // G]["prompt"] for b in rows]
-        return token_logprobs(model, prompts, [completions_B[b] for b in rows], settings.temperature, policy.pad_id)
+    def logprobs(rows):
+        prompts = dict.fromkeys(b // G for b in rows)
+        return shared_logprobs(model, [points[p]["prompt"] for p in prompts], [completions_B[b] for b in rows], settings.temperature,
+                               policy.pad_id)
 
-    def cut(rows):  # rows of similar length together
-        rows = sorted(rows, key=lambda b: len(points[b // G]["prompt"]) + len(completions_B[b]))
-        return [rows[k:k + settings.micro_rows] for k in range(0, len(rows), settings.micro_rows)]
+    def cut(prompts):
+        """Micro-batches of rows: the groups that have a gradient, whole (their prompt is computed once), those of similar prompts
+        together; a group of more than micro_rows in parts."""
+        prompts = sorted((p for p in prompts if not flat_P[p]), key=lambda p: len(points[p]["prompt"]))
+        n, m = settings.micro_rows // G or 1, min(settings.micro_rows, G)
+        return [[p * G + g for p in prompts[k:k + n] for g in range(first, min(first + m, G))]
+                for k in range(0, len(prompts), n) for first in range(0, G, m)]
 
     updates = [range(k, k + (settings.minibatch or P)) for k in range(0, P, settings.minibatch or P)]
     old_logp: dict[int, torch.Tensor] = {}
     if len(updates) * settings.epochs > 1:  # fixed before the first update; for a single update the new ones are the old ones
         with torch.no_grad():
-            for rows in cut([b for b in range(P * G) if adv_B[b] != 0]):
+            for rows in cut(range(P)):
                 logp_BT, mask_BT = logprobs(rows)
                 old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
 
@@ -343,7 +354,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
         # Over ALL rows of the update, before the micro-batch loop: flat groups keep their place, unknown rewards have none.
         weight_B = dict(zip(rows_all, row_weights(lengths_B[rows_all], known_B[rows_all], settings.norm, settings.max_new_tokens)))
         optimiser.zero_grad(set_to_none=True)  # without any gradient AdamW stands still; at 0 its momentum would move the weights
-        for rows in cut([b for b in rows_all if adv_B[b] != 0]):
+        for rows in cut(prompts):
             logp_BT, mask_BT = logprobs(rows)
             old_BT = logp_BT.detach()
             if old_logp:
@@ -510,11 +521,8 @@ def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: 
     question counts 0), lengths."""
     points = [p for s in scenarios for p in decision_points(s)]
     points = random.Random(0).sample(points, min(len(points), MAX_POINTS))
-    points = sorted(({**p, "prompt": policy.prompt(p["messages"])} for p in points), key=lambda p: len(p["prompt"]))
-    points = [p for p in points if len(p["prompt"]) <= settings.max_prompt]
-    completions = []
-    for k in range(0, len(points), 128):
-        completions += policy.sample([p["prompt"] for p in points[k:k + 128]], 1, stream(settings.seed, "points", k))
+    points = [p for p in ({**p, "prompt": policy.prompt(p["messages"])} for p in points) if len(p["prompt"]) <= settings.max_prompt]
+    completions = policy.sample([p["prompt"] for p in points], 1, stream(settings.seed, "points"))
     figures = summarise(score_completions(policy, points, completions, judge, "conditional"), policy)
     return {"format": figures["format"], "when": figures["when"], "clarify": figures["clarify_over_due"],
             "think_tokens": figures["think_tokens"], "clarify_tokens": figures["clarify_tokens"], "points": len(points)}

@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM)
+from transformers.modeling_outputs import CausalLMOutput
 
 import grpo
-from grpo import group_advantages, policy_loss, row_weights, sample, token_logprobs
+from grpo import group_advantages, policy_loss, row_weights, sample, shared_logprobs, token_logprobs
 
 NAN = float("nan")
 V = 50
@@ -96,9 +97,11 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
     close(module.group_advantages(torch.tensor([[0., 1.]])), [[-0.7070, 0.7070]], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["sample", "token_logprobs", "group_advantages", "row_weights", "policy_loss"])
-def test_each_function_can_be_copied_out_of_the_file(name):
-    """Its source, executed beside torch alone, finds every global that it uses."""
+@pytest.mark.parametrize("name, needs", [("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()),
+                                         ("shared_logprobs", {"prefill", "token_logprobs"}), ("group_advantages", set()),
+                                         ("row_weights", set()), ("policy_loss", set())])
+def test_each_function_can_be_copied_out_of_the_file(name, needs):
+    """Its source, executed beside torch and what the docstring says it needs, finds every global that it uses."""
     space = {"torch": torch}
     exec(inspect.getsource(getattr(grpo, name)), space)
     codes, used = [inspect.unwrap(space[name]).__code__], set()
@@ -106,7 +109,7 @@ def test_each_function_can_be_copied_out_of_the_file(name):
         code = codes.pop()
         codes += [const for const in code.co_consts if inspect.iscode(const)]
         used |= {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    assert used <= {"torch", *dir(builtins)}
+    assert used - {"torch", *dir(builtins)} == needs
 
 
 # ---- group_advantages ------------------------------------------------------------------------------------------------
@@ -475,6 +478,31 @@ def test_lengths_are_printed_when_the_batch_does_not_fit():
         sample(tiny(), [[1], []], max_new_tokens=2, temperature=1.0, eos_ids=[1], pad_id=0, seed=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prompts_change_neither_log_probs_nor_gradients(kind):
+    """Three prompts of different lengths, two completions each, one of them empty; then a single prompt of a single token."""
+    model = tiny(kind)
+    for prompts, completions in (([[1, 2, 3, 4], [5], [6, 7]], [[8, 9], [10], [11, 12, 13], [], [14], [15, 16]]), ([[1]], [[2, 3], [4]])):
+        got = {}
+        for function in (token_logprobs, shared_logprobs):
+            model.zero_grad()
+            logp, mask = function(model, prompts, completions, 0.6, pad_id=7)
+            (logp * torch.arange(1, logp.numel() + 1).view_as(logp)).sum().backward()
+            got[function] = logp.detach(), mask, grads(model)
+        (logp, mask, grad), (logp_shared, mask_shared, grad_shared) = got.values()
+        assert torch.equal(mask, mask_shared)
+        close(logp_shared, logp, 1e-5)
+        close(grad_shared / grad.abs().max(), grad / grad.abs().max(), 1e-5)
+
+
+def test_shared_prompts_are_computed_once():
+    """2 prompts of 5 and 3 tokens with 4 completions of 2: 2 * 4 prompt tokens (the last one goes with the completion), then 8 * 3."""
+    model, seen = tiny(), []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    shared_logprobs(model, [[1, 2, 3, 4, 5], [6, 7, 8]], [[9, 10]] * 8, 1.0)
+    assert seen == [(2, 4), (8, 3)]
+
+
 def test_ratio_is_exactly_one_without_dropout():
     """G37. With dropout on, two passes over the same weights differ: the trainer must switch it off."""
     model = tiny("gpt2", dropout=0.1)
@@ -537,6 +565,9 @@ def test_cut_at_the_first_end_token_by_id():
     class Scripted(torch.nn.Module):
         device, generation_config = torch.device("cpu"), SimpleNamespace()
 
+        def forward(self, **kwargs):  # keeps no cache
+            return SimpleNamespace()
+
         def generate(self, input_ids, **kwargs):
             new = [[9, 8, 3, 3, 3], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3], [9, 3, 4, 3, 3]]
             return torch.cat([input_ids, torch.tensor(new)], 1)
@@ -562,6 +593,31 @@ def test_greedy_batch_equals_each_prompt_alone(kind):
     assert twice[0] == twice[1]
     with torch.no_grad():  # and it is the argmax
         assert twice[0][0] == model(torch.tensor([[1, 2, 3]])).logits[0, -1].argmax().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropping_ended_rows_changes_nothing(kind):
+    """Greedy, so that no random stream is shared: stretches of 1, 2 and 5 tokens give what one stretch gives; so does temperature 1
+    as long as all rows are on."""
+    model, how = tiny(kind), {**HOW, "temperature": 0, "max_new_tokens": 11, "eos_ids": range(0, V, 3)}
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [10] * 12, [20], [30, 31]]
+    want = sample(model, prompts, 2, **how, stretch=100)
+    assert len({len(c) for c in want}) > 1
+    assert want == sample(model, prompts, 2, **how, stretch=1) == sample(model, prompts, 2, **how, stretch=2) == sample(model, prompts, 2, **how, stretch=5)
+    how |= {"temperature": 1.0, "eos_ids": []}
+    assert sample(model, prompts, 2, **how, stretch=100) == sample(model, prompts, 2, **how, stretch=4)
+
+
+def test_ended_rows_are_not_computed_on():
+    """Rows end after 1, 2, 3 and 8 tokens; with stretches of 2 the four are followed by two and by one."""
+    table = torch.full((V, V), -1e4)
+    table[torch.arange(V - 1), torch.arange(1, V)] = 0  # token n is followed by n + 1; the end is 10
+    model, rows = tiny(), []
+    model.forward = lambda input_ids, **kwargs: CausalLMOutput(logits=table[input_ids])
+    real = model.generate
+    model.generate = lambda **kwargs: rows.append(len(kwargs["input_ids"])) or real(**kwargs)
+    got = sample(model, [[9], [8], [7], [2]], max_new_tokens=20, temperature=1.0, eos_ids=[10], pad_id=0, seed=0, stretch=2)
+    assert got == [[10], [9, 10], [8, 9, 10], [3, 4, 5, 6, 7, 8, 9, 10]] and rows == [4, 2, 1, 1]
 
 
 HIDDEN = dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9, repetition_penalty=1.05,
