@@ -150,9 +150,13 @@ def to_row(tokenizer, messages: list[dict], steps: list) -> tuple[list[int], lis
     return ids, positions, part, learned
 
 
+WIDTH, LEARNED = 32, 512  # rows are filled up to a multiple of WIDTH tokens, learned tokens to one of LEARNED: a matrix product of
+#                           a shape never seen before is compiled first, and with a new shape every step that costs more than the step
+
+
 def collate(rows: list, pad: int):
     """ids_BT, positions_BT, mask_B1TT (bfloat16, 0 or -inf, added to the attention logits), learned_BT."""
-    width = max(len(row[0]) for row in rows)
+    width = -(-max(len(row[0]) for row in rows) // WIDTH) * WIDTH
     fill = lambda k, value: torch.tensor([list(row[k]) + [value] * (width - len(row[k])) for row in rows])
     ids, positions, part, learned = fill(0, pad), fill(1, 0), fill(2, -1), fill(3, False)
     causal = torch.ones(width, width, dtype=torch.bool).tril()
@@ -162,13 +166,15 @@ def collate(rows: list, pad: int):
 
 
 def make_batches(rows: list, tokens: int, rng: random.Random) -> list[list]:
-    """Rows of similar length together, about `tokens` a batch, the batches in random order."""
-    batches, batch = [], []
-    for row in sorted(rows, key=lambda row: len(row[0]) + rng.random() * 60):
-        if batch and (len(batch) + 1) * len(row[0]) > tokens:
+    """Rows of about one length together, `tokens` a batch; the batches, and the rows of one length, in random order."""
+    batches, batch, width = [], [], 0
+    for row in sorted(rows, key=lambda row: (-(-len(row[0]) // WIDTH), rng.random())):
+        own = -(-len(row[0]) // WIDTH) * WIDTH
+        if batch and (own != width or (len(batch) + 1) * width > tokens):
             batches.append(batch)
             batch = []
         batch.append(row)
+        width = own
     batches.append(batch)
     rng.shuffle(batches)
     return batches
@@ -210,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
     parser.add_argument("--towns", type=int, default=45000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=3600, help="the first third on short dialogues, half the tokens a step")
+    parser.add_argument("--steps", type=int, default=4000, help="the first third on short dialogues, half the tokens a step")
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--lr", type=float, default=1e-2, help="peak of both optimisers; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)
@@ -262,11 +268,13 @@ def main() -> None:
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
-        target = learned[:, 1:]  # a learned token is predicted from the place before it, in its own part
+        where = learned[:, 1:].flatten().nonzero()[:, 0]  # a learned token is predicted from the place before it, in its own part
+        target = torch.nn.functional.pad(ids[:, 1:].flatten()[where], (0, -len(where) % LEARNED), value=-100)  # -100 carries no loss
+        where = torch.nn.functional.pad(where, (0, -len(where) % LEARNED))
         with torch.autocast("cpu", torch.bfloat16):
             hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden[:, :-1][target])
-        loss = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][target])
+            logits = model.lm_head(hidden[:, :-1].flatten(0, 1)[where])
+        loss = torch.nn.functional.cross_entropy(logits.float(), target)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
