@@ -38,7 +38,7 @@ from data.speaker import Oracle, decision_points, play
 from data.towns import SPLITS, scenario_pair
 from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue, shown,
                  start_dialogue)
-from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, token_logprobs, trajectory_logprobs)
+from grpo import dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, token_logprobs, trajectory_logprobs
 from rewards import RuleJudge, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
@@ -78,8 +78,8 @@ class Settings:
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions
     user: str = "script"         # who plays the user in evaluation
-    multiwoz: str = ""           # eval: folder with MultiWOZ; its goals take the place of generated towns
-    split: str = "valid"         # eval: valid, test or test-new-words
+    multiwoz: str = ""           # eval, compare: folder with MultiWOZ; its goals take the place of generated towns
+    split: str = "valid"         # eval, compare: valid, test or test-new-words
     goals: int = 40              # ambiguous goals of an evaluation, each with its twin
     repeats: int = 1             # eval, compare: dialogues per goal (pass@k: success in any of them)
     seeds: int = 3               # compare: runs of each method, seeds 0, 1, ...
@@ -91,14 +91,14 @@ class Settings:
     json: str = ""               # eval: also write the figures to this file
     show: int = 0                # eval: print this many dialogues
     town: int = 2 * 10**6        # chat: seed of the town
-    resume: bool = False         # train: continue the run in --out (or the newest one) from its last checkpoint
+    resume: bool = False         # train, compare: continue the run in --out (or the newest one) from its last checkpoint
 
 
 CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
            "judge": ("rule",), "user": ("script",), "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds"}
-# What differs from the defaults above, by command and by method.
+# What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
 DEFAULTS = {"sft": dict(prompts=32, norm="token"), "dpo": dict(lr=1e-4), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048,
@@ -352,7 +352,10 @@ def training_examples(settings: Settings, policy: Policy) -> tuple[list[dict], i
     """(SFT rows {completion} or DPO pairs {chosen, rejected}, number dropped because they are too long). A side is a list of
     (prompt ids, completion ids), one an agent turn; `tokens` counts what is trained: the completions of all sides."""
     sides = SIDES[settings.method]
-    read = read_examples(settings.data, sides) if settings.data else town_examples(settings)
+    if settings.data:
+        read = read_examples(settings.data, sides)
+    else:
+        read = {"sft": town_dialogues, "dpo": town_pairs}[settings.method](settings.towns)
     examples = [{side: turn_rows(policy, e["prompt"], e[side]) for side in sides} for e in read]
     if settings.method == "sft":  # turn by turn; a DPO trajectory is one thing
         examples = [{"completion": [row]} for e in examples for row in e["completion"]]
@@ -360,8 +363,8 @@ def training_examples(settings: Settings, policy: Policy) -> tuple[list[dict], i
     kept = [e for e in examples if all(len(prompt) <= settings.max_prompt and len(completion) <= settings.max_new_tokens
                                        for side in sides for prompt, completion in e[side])]
     if not kept:
-        raise UserError(f"nothing is left to train: all are longer than --max-prompt {settings.max_prompt} or --max-new-tokens "
-                        f"{settings.max_new_tokens}")
+        raise UserError(f"nothing to train: none of {len(examples)} examples is within --max-prompt {settings.max_prompt} and "
+                        f"--max-new-tokens {settings.max_new_tokens}")
     return kept, len(examples) - len(kept)
 
 
@@ -380,29 +383,27 @@ def turn_rows(policy: Policy, prompt: list[dict], continuation: list[dict]) -> l
     return rows
 
 
-def town_examples(settings: Settings) -> list[dict]:
-    """Examples from generated towns, in the form of the files. SFT: the oracle's dialogues, of ambiguous scenarios and their
-    twins. DPO: the oracle's dialogue against one that guesses instead of asking and is not corrected; where they part is
-    where the prompt ends. A guess that succeeds by luck makes no pair."""
-    examples, lucky = [], 0
-    for seed in range(settings.towns):
-        pair = scenario_pair(SPLITS["train"] + seed)
-        if settings.method == "sft":
-            for scenario in pair:
-                messages = with_thinks(play(scenario))
-                examples.append({"id": scenario.id, "ambiguous": scenario.ambiguity is not None, "prompt": messages[:1],
-                                 "completion": messages[1:]})
-            continue
-        careless = play(pair[0], Oracle(pair[0].ambiguity, f"{pair[0].id} 0", ask=0), max_corrections=0)
-        if goal_record(careless)["success"]:
-            lucky += 1
-            continue
-        chosen, rejected = with_thinks(play(pair[0])), with_thinks(careless)
-        same = next(k for k, (a, b) in enumerate(zip(chosen, rejected)) if a != b)
-        examples.append({"id": pair[0].id, "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]})
-    if settings.method == "dpo":
-        print(f"{lucky} of {settings.towns} careless dialogues ({lucky / settings.towns:.0%}) succeeded by luck and make no pair", flush=True)
-    return examples
+def town_dialogues(towns: int) -> list[dict]:
+    """SFT examples from generated towns, in the form of the files: the oracle's dialogues, ambiguous ones and their clear twins."""
+    scenarios = [s for seed in range(towns) for s in scenario_pair(SPLITS["train"] + seed)]
+    told = {s.id: with_thinks(play(s)) for s in scenarios}
+    return [{"id": s.id, "ambiguous": s.ambiguity is not None, "prompt": told[s.id][:1], "completion": told[s.id][1:]} for s in scenarios]
+
+
+def town_pairs(towns: int) -> list[dict]:
+    """DPO pairs from generated towns, in the form of the files: the oracle's dialogue against one that guesses instead of asking
+    and is not corrected. Where they part is where the prompt ends. A guess that succeeds by luck makes no pair."""
+    pairs = []
+    for seed in range(towns):
+        ambiguous, _ = scenario_pair(SPLITS["train"] + seed)
+        careless = play(ambiguous, Oracle(ambiguous.ambiguity, f"{ambiguous.id} 0", ask=0), max_corrections=0)
+        if not goal_record(careless)["success"]:
+            chosen, rejected = with_thinks(play(ambiguous)), with_thinks(careless)
+            same = next(k for k, (a, b) in enumerate(zip(chosen, rejected)) if a != b)
+            pairs.append({"id": ambiguous.id, "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]})
+    lucky = towns - len(pairs)
+    print(f"{lucky} of {towns} careless dialogues ({lucky / towns:.0%}) succeeded by luck and make no pair", flush=True)
+    return pairs
 
 
 def with_thinks(dialogue) -> list[dict]:
@@ -838,8 +839,8 @@ class Progress:
 
     def __call__(self, m: dict) -> None:
         figures = (("reward", "reward"), ("format", "format"), ("when", "when"), ("clarify", "clarify_over_due"),
-                 ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat"), ("loss", "loss"), ("margin", "margin"),
-                 ("accuracy", "accuracy"))
+                   ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat"), ("loss", "loss"), ("margin", "margin"),
+                   ("accuracy", "accuracy"))
         text = "  ".join(f"{name} {m[key]:.2f}" for name, key in figures if m.get(key) is not None)
         text += f"  {m['tokens_per_second']:.0f} tok/s"
         if self.bar is not None:
@@ -958,9 +959,9 @@ def print_evaluations(folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- 6. the comparison
 
-# Row of the table: method, and its file in the data folder. SpeakRL first: the tokens it trains are the measure of the others.
-COMPARED = {"SpeakRL": ("grpo", "points.jsonl"), "DPO": ("dpo", "dpo.jsonl"), "SFT, with twins": ("sft", "sft.jsonl"),
-            "SFT": ("sft", "sft-ambiguous.jsonl"), "base": (None, None)}
+# Row of the table: method, and its files in the data folder. SpeakRL first: the tokens it trains are the measure of the others.
+COMPARED = {"SpeakRL": ("grpo", "points.jsonl"), "DPO": ("dpo", "dpo.jsonl"), "SFT, with twins": ("sft", "sft.jsonl", "sft_twins.jsonl"),
+            "SFT": ("sft", "sft.jsonl"), "base": ("",)}
 COLUMNS = {"success": "success, Avg@{}", "turns": "turns", "success_ambiguous": "success, ambiguous", "success_clear": "success, clear",
            "success_uncorrected_ambiguous": "uncorrected, ambiguous", "success_uncorrected_clear": "uncorrected, clear",
            "ask_rate_ambiguous": "asks, ambiguous", "ask_rate_clear_plain": "asks, plain twin", "ask_rate_clear_db": "asks, database twin",
@@ -973,9 +974,10 @@ def compare(settings: Settings) -> None:
     """`compare`: from one base and one data set, every method with equal numbers of trained tokens and every seed; the table in
     compare.md and compare.json. What was done is not done again: training resumes, each evaluation lies in a file."""
     settings, folder, _ = open_run(settings)
-    data = Path(settings.data) if settings.data else write_town_data(folder / "data", settings)
-    if missing := [file for _, file in COMPARED.values() if file and not (data / file).exists()]:
-        raise UserError(f"--data {data} holds no {', '.join(missing)}")
+    data = Path(settings.data) if settings.data else write_town_data(folder / "data", settings.towns)
+    for file in (file for _, *files in COMPARED.values() for file in files):
+        if not (data / file).exists():
+            raise UserError(f"--data {data} holds no {file}; make such a folder with python speakrl.py data")
     rows: dict[str, list[dict]] = {name: [] for name in reversed(COMPARED)}
     for seed in range(settings.seeds):
         for name in COMPARED:
@@ -986,9 +988,9 @@ def compare(settings: Settings) -> None:
                 return
             rows[name].append(figures)
     dialogues = {name: [r for figures in some for r in figures["dialogues"]] for name, some in rows.items()}
+    ours = dialogues.pop("SpeakRL")
     result = {"rows": {name: {key: mean([figures.get(key) for figures in some]) for key in COLUMNS} for name, some in rows.items()},
-              "speakrl_minus": {name: {key: paired(dialogues[name], dialogues["SpeakRL"], key)[2:] for key in PAIRED}
-                                for name in rows if name != "SpeakRL"}}
+              "speakrl_minus": {name: {key: paired(theirs, ours, key)[2:] for key in PAIRED} for name, theirs in dialogues.items()}}
     write_json(folder / "compare.json", result)
     (folder / "compare.md").write_text(comparison_table(result, settings))
     print("\n" + comparison_table(result, settings), flush=True)
@@ -997,15 +999,19 @@ def compare(settings: Settings) -> None:
 def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Settings) -> dict | None:
     """Train one row of the table with one seed (on `budget` tokens, 0: --steps) and evaluate it. Returns the figures, from their
     file if they are there already; None if training was interrupted."""
-    method, file = COMPARED[name]
+    method, *files = COMPARED[name]
     run = folder / f"{name.replace(',', '').replace(' ', '-').lower()}-{settings.seed}"
     path, training = run.with_suffix(".json"), {"trained_tokens": 0, "sampled_tokens": 0, "seconds": 0.0}
     if path.exists():
         return json.loads(path.read_text())
     if method:
-        own = {k: v for k, v in DEFAULTS.get(method, {}).items() if getattr(settings, k) == getattr(Settings, k)}  # what no flag has set
-        own = dataclasses.replace(settings, **own, method=method, data=str(data / file), out=str(run), resume=(run / "settings.json").exists(),
-                                  goals=min(10, settings.goals))  # on valid, for the record
+        file = data / files[0]
+        if files[1:]:  # joined in one file
+            file = run.with_suffix(".jsonl")
+            file.write_text("".join((data / part).read_text().rstrip("\n") + "\n" for part in files))
+        unset = {k: v for k, v in DEFAULTS.get(method, {}).items() if getattr(settings, k) == getattr(Settings, k)}
+        own = dataclasses.replace(settings, **unset, method=method, data=str(file), out=str(run), goals=min(10, settings.goals),
+                                  resume=(run / "settings.json").exists())
         if budget:
             own = dataclasses.replace(own, steps=steps_for(budget, own))
         train(own)
@@ -1033,13 +1039,13 @@ def steps_for(tokens: int, settings: Settings) -> int:
     return steps
 
 
-def write_town_data(folder: Path, settings: Settings) -> Path:
+def write_town_data(folder: Path, towns: int) -> Path:
     """The data folder of a comparison on generated towns: the same towns as decision points, SFT rows and DPO pairs."""
     if not folder.exists():
-        sft = town_examples(dataclasses.replace(settings, method="sft"))
-        files = {"points.jsonl": [p for seed in range(settings.towns) for p in points_of_pair(scenario_pair(SPLITS["train"] + seed))],
-                 "sft.jsonl": sft, "sft-ambiguous.jsonl": [e for e in sft if e["ambiguous"]],
-                 "dpo.jsonl": town_examples(dataclasses.replace(settings, method="dpo"))}
+        points = [p for seed in range(towns) for p in points_of_pair(scenario_pair(SPLITS["train"] + seed))]
+        dialogues = town_dialogues(towns)
+        files = {"points.jsonl": points, "sft.jsonl": [e for e in dialogues if e["ambiguous"]],
+                 "sft_twins.jsonl": [e for e in dialogues if not e["ambiguous"]], "dpo.jsonl": town_pairs(towns)}
         part = folder.with_name(".part-data")
         part.mkdir(exist_ok=True)
         for name, records in files.items():
@@ -1057,14 +1063,15 @@ def comparison_table(result: dict, settings: Settings) -> str:
         return "-" if value is None else f"{value:,.0f}" if key in ("trained_tokens", "sampled_tokens", "seconds") else f"{value:.3f}"
 
     where = settings.multiwoz or f"{settings.goals} ambiguous goals and their twins"
-    return (f"{settings.model} on {where}, {settings.split}; means over seeds 0 to {settings.seeds - 1}, {settings.repeats} dialogue(s) a goal and "
-            "seed. `uncorrected` is success without a correction by the user.\n\n"
+    return (f"{settings.model} on {where}, {settings.split}; means over seeds 0 to {settings.seeds - 1}, {settings.repeats} dialogue(s) a "
+            "goal and seed. `uncorrected` is success without a correction by the user.\n\n"
             + table([label.format(settings.repeats) for label in COLUMNS.values()],
                     [[name, *(show(key, value) for key, value in row.items())] for name, row in result["rows"].items()])
             + "\nSpeakRL minus the row, paired by goal, with 95 % intervals:\n\n"
             + table(PAIRED.values(), [[name, *(f"{change:+.3f} ± {half:.3f}" for change, half in row.values())]
                                       for name, row in result["speakrl_minus"].items()])
-            + "\nA difference smaller than its interval is not resolved; the paper's 0.44 points between SpeakRL and DPO are not.\n")
+            + "\nA difference smaller than its interval is not resolved; the paper's 0.44 points between SpeakRL and DPO would need one "
+            "below 0.004.\n")
 
 
 def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, float, float, float]:

@@ -18,7 +18,7 @@ import speakrl
 from data.towns import scenario_pair
 from rewards import DIMENSIONS, RuleJudge, Verdict
 from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, paired, parse_settings,
-                     points_of_pair, read_examples, read_points, save_checkpoint, town_examples, training_examples, training_points,
+                     points_of_pair, read_examples, read_points, save_checkpoint, town_pairs, training_examples, training_points,
                      turn_rows, wilson)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +139,8 @@ def test_a_trajectory_becomes_one_row_an_agent_turn_with_the_history_a_dialogue_
     history = [*PAIR["prompt"], {"role": "assistant", "content": "North or south?"}, PAIR["chosen"][1],
                {"role": "assistant", "content": '<tool_call>{"name": "book", "arguments": {"a": "b"}}</tool_call>'}, PAIR["chosen"][3]]
     assert [prompt for prompt, _ in rows] == [policy.prompt(history[:n]) for n in (1, 3, 5)]
+    later = turn_rows(policy, PAIR["prompt"] + PAIR["chosen"][:2], PAIR["chosen"][2:])
+    assert later == rows[1:]  # a turn in the prompt is not trained, and its think is gone too
 
 
 def test_rows_of_a_dialogue_are_its_decision_points(policy):
@@ -163,7 +165,7 @@ def test_a_think_that_the_template_opens_is_not_in_the_completion(policy):
 def test_town_pairs_ask_against_guess_and_fail(policy, capsys):
     """Both sides leave the prompt at once, the chosen one with a question that is due; pairs whose guess succeeded are counted and gone."""
     settings = dataclasses.replace(policy.settings, method="dpo", towns=20)
-    pairs, (lucky, towns) = town_examples(settings), map(int, re.findall(r"\d+", capsys.readouterr().out)[:2])
+    pairs, (lucky, towns) = town_pairs(20), map(int, re.findall(r"\d+", capsys.readouterr().out)[:2])
     assert towns == 20 == lucky + len(pairs) and 0 < lucky < 20
     for pair in pairs:
         assert "<clarify>" in pair["chosen"][0]["content"] and "<clarify>" not in json.dumps(pair["rejected"])
@@ -338,8 +340,9 @@ def test_sft_lowers_its_loss_and_micro_batches_do_not_change_the_update():
 
 def test_dpo_starts_at_ln_2_and_widens_the_margin():
     """S06, S09, in the loop's own functions: the first margin is exactly 0."""
-    policy, _ = fresh(Settings().model, method="dpo", max_new_tokens=90)
+    policy, _ = fresh(Settings().model, method="dpo", max_new_tokens=90, towns=12)
     pairs = training_examples(policy.settings, policy)[0]
+    assert len(pairs) > 1
     settings = dataclasses.replace(policy.settings, prompts=len(pairs), steps=1)
     speakrl.add_reference(pairs, policy, settings, 0)
     optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.05)
@@ -553,7 +556,8 @@ def test_paired_differences_by_hand():
 
 def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
     out = tmp_path / "c"
-    flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "2", "--seeds", "1", "--goals", "1", "--guard-every", "0"]
+    flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "2", "--seeds", "1", "--goals", "1", "--guard-every", "0",
+             "--max-new-tokens", "80"]
     real, calls = speakrl.train, []
 
     def train(settings):
@@ -563,6 +567,8 @@ def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, cap
         return real(settings)
 
     monkeypatch.setattr(speakrl, "train", train)
+    monkeypatch.setattr(speakrl, "record_evaluation", lambda *_: None)  # only to save time
+    monkeypatch.setattr(speakrl, "print_evaluations", lambda *_: None)
     assert main(["compare", "--out", str(out), *flags]) == 0
     assert "go on with: python speakrl.py compare --resume --out" in capsys.readouterr().out and not (out / "compare.md").exists()
     kept = (out / "speakrl-0.json").read_bytes()
@@ -575,7 +581,8 @@ def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, cap
     for name, folder in (("SFT", "sft-0"), ("SFT, with twins", "sft-with-twins-0"), ("DPO", "dpo-0")):
         steps = [m["trained_tokens"] for m in lines(out / folder / "metrics.jsonl")]
         assert sum(steps) == rows[name]["trained_tokens"] >= budget > sum(steps[:-1])  # the last step crosses the line
-    assert {json.loads(line)["ambiguous"] for line in open(out / "data" / "sft-ambiguous.jsonl")} == {True}
+    ambiguous = {name: {json.loads(line)["ambiguous"] for line in open(out / name)} for name in ("data/sft.jsonl", "sft-with-twins-0.jsonl")}
+    assert ambiguous == {"data/sft.jsonl": {True}, "sft-with-twins-0.jsonl": {True, False}}
     table = (out / "compare.md").read_text()
     assert table in capsys.readouterr().out and table.count("| SFT, with twins |") == 2 and "success, Avg@1" in table
     assert main(["compare", "--resume", "--out", str(out), "--goals", "2"]) == 2  # kept evaluations would not be comparable
