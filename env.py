@@ -148,6 +148,14 @@ def parse_turn(text: str, prefilled_think: bool = False) -> Turn:
                 *action, broken_rules(text, tags))
 
 
+def shown(turn: Turn) -> str | None:
+    """What of a turn stays in the visible history: the bare question or reply, or the literal tool call; never the think.
+    None if nothing could be read."""
+    if turn.tool_call is not None:
+        return f"<tool_call>{json.dumps(turn.tool_call)}</tool_call>"
+    return turn.clarify or turn.reply
+
+
 def cut_end_markers(text: str) -> str:
     """The text without end-of-turn markers and blanks at its end."""
     end, before = len(text), None
@@ -752,7 +760,7 @@ class Dialogue:
         if turn.clarify is None and turn.reply is None:
             self._tool_step(turn)
             return
-        said = turn.clarify or turn.reply
+        said = shown(turn)
         self.messages.append({"role": "assistant", "content": said})
         self.turns, self.calls = self.turns + 1, 0
         if self.turns >= max_turns:
@@ -768,7 +776,7 @@ class Dialogue:
         if turn.tool_call is None:
             result = {"error": f"your turn could not be read: {', '.join(turn.errors)}"}
         else:
-            self.messages.append({"role": "assistant", "content": f"<tool_call>{json.dumps(turn.tool_call)}</tool_call>"})
+            self.messages.append({"role": "assistant", "content": shown(turn)})
             result = self.session.call(turn.tool_call["name"], turn.tool_call["arguments"])
         self.messages.append({"role": "tool", "content": json.dumps(result)})
 
