@@ -284,9 +284,9 @@ def read_request(text: str, domain: str) -> dict[str, str]:
     elif name := re.search(r"\b(?:table at|room at|eat at|stay at|visit(?:ing)?(?! an? |,)) (.+?)(?=[,.?!]|$)", low):
         partial = re.fullmatch(PARTIAL, name[1])
         said["name"] = next(part for part in partial.groups() if part) if partial else name[1]
-    elif noun := re.search(r"\ban? (?:([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b"
-                           r"|([^,.]+?)(?= in the|[,.?]|$))", low):
-        words, kind = noun[1] or "", noun[2] or noun[3]
+    elif noun := re.search(r"\ban? ([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b", low) or (
+            domain == "attraction" and re.search(r"\ban? ()([^,.]+?)(?= in the|[,.?]|$)", low)):
+        words, kind = noun.groups()
         if stars := re.match(r"(\d) star ?", words):
             said["stars"], words = stars[1], words[stars.end():]
         if price := re.match(rf"({'|'.join(PRICES)})\b ?", words):
@@ -301,8 +301,8 @@ def read_request(text: str, domain: str) -> dict[str, str]:
             said["stars"] = stars[1]
         if price := re.search(rf"\b({'|'.join(PRICES)}) price", low):
             said["pricerange"] = price[1]
-        if food := re.search(r"\b(?:serving|with) ([\w ]+?) food\b", low):
-            said["food"] = food[1]
+        if food := re.search(r"\b(?:serving|with) ((?:(?!with\b|serving\b)\w+ )+?)food\b", low):
+            said["food"] = food[1].strip()
         found = re.findall(r"\b(with|without) (internet|parking)\b", low)
         said |= {slot: "yes" if word == "with" else "no" for word, slot in found}
     rest = low.replace(said.get("name", "\0"), "")
