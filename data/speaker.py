@@ -112,7 +112,7 @@ def _read_answer(belief: Belief, answer: str, question: str, ambiguities: list[d
     else:
         for slot in FIELDS.get(belief.domain, ()):
             known = [c for a in ambiguities if (a["domain"], a["slot"]) == (belief.domain, slot) for c in a["candidates"]]
-            values = [v for v in dict.fromkeys([row.get(slot) for row in rows] + known) if v and slot not in ("name", "day", "internet", "parking")]
+            values = [v for v in dict.fromkeys([row.get(slot) for row in rows] + known) if v and slot not in ("name", "day", "arriveBy", "internet", "parking")]
             if len(values) > 1 and len(found := named(text, values)) == 1:
                 belief.said.pop("name", None)
                 belief.said[slot] = found[0]

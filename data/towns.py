@@ -201,22 +201,25 @@ def _arrange(head: str, tail: list[str], closed: str, extra: str, later: bool, r
     """Sentences from the parts of a rich request: details behind, before, or in a sentence or two of their own."""
     capital = lambda text: text[0].upper() + text[1:]
     listed = lambda parts: ", ".join(parts) if len(parts) < 2 or rng.random() < 0.5 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    clause = re.compile(r"(?:we|there|it) ")  # "we are 4" opens a sentence, and stands badly behind "That would be"
+    sentence = lambda parts: f"{capital(listed(parts))}." if clause.match(parts[0]) else f"{rng.choice(RICH['details'])} {listed(parts)}."
+    fronts = [part for part in tail if not clause.match(part)]
     end = "?" if re.search(r"\b(?:can|could|would) you\b|\bis there\b", head, re.I) else "."
     style = rng.random()
     if not tail:
         parts = [head + end]
     elif style < 0.45:
         parts = [f"{head}, {listed(tail)}{end}"]
-    elif style < 0.65:
-        front, rest = tail[:rng.randrange(1, len(tail) + 1)], tail
-        rest = rest[len(front):]
+    elif style < 0.65 and fronts:
+        front = fronts[:rng.randrange(1, len(fronts) + 1)]
+        rest = [part for part in tail if part not in front]
         opened = head if re.match(r"(?:I|My)\b", head) else head[0].lower() + head[1:]
         parts = [capital(f"{listed(front)}, {opened}{', ' if rest else ''}{listed(rest)}{end}")]
     elif style < 0.85 or len(tail) < 2:
-        parts = [head + end, f"{rng.choice(RICH['details'])} {listed(tail)}."]
+        parts = [head + end, sentence(tail)]
     else:
         cut = rng.randrange(1, len(tail))
-        parts = [f"{head}, {listed(tail[:cut])}{end}", f"{rng.choice(RICH['details'])} {listed(tail[cut:])}."]
+        parts = [f"{head}, {listed(tail[:cut])}{end}", sentence(tail[cut:])]
     parts += [part for part in (closed, extra) if part]
     if not later:
         parts[:0] = [rng.choice(CONTEXTS)] * (rng.random() < 0.25)
@@ -235,7 +238,10 @@ def _rich_noun_phrase(domain: str, info: dict, rng: random.Random) -> str:
             before.append(front.format(info[slot]))
         elif slot in info:
             after.append(rng.choice(forms).format(info[slot]))
-    after += [f"{'with' if info[s] == 'yes' else 'without'} {s}" for s in ("internet", "parking") if s in info]
+    extras = rng.sample(("internet", "parking"), 2)
+    if info.get("internet") and info.get("internet") == info.get("parking"):
+        extras = [f"{extras[0]} and {extras[1]}"]
+    after += [f"{'with' if info[s.split()[0]] == 'yes' else 'without'} {s}" for s in extras if s.split()[0] in info]
     if "area" in info:
         after.append(rng.choice(("in the {}", "in the {} of town", "in the {} part of town")).format(info["area"]))
     rng.shuffle(after)
@@ -303,7 +309,7 @@ def read_request(text: str, domain: str) -> dict[str, str]:
             said["pricerange"] = price[1]
         if food := re.search(r"\b(?:serving|with) ((?:(?!with\b|serving\b)\w+ )+?)food\b", low):
             said["food"] = food[1].strip()
-        found = re.findall(r"\b(with|without) (internet|parking)\b", low)
+        found = re.findall(r"\b(with|without) (internet|parking)\b", re.sub(r"(with|without) (internet|parking) and ", r"\1 \2 \1 ", low))
         said |= {slot: "yes" if word == "with" else "no" for word, slot in found}
     rest = low.replace(said.get("name", "\0"), "")
     if people := re.findall(r"\b(?:(?:for|we are|(?:party|group) of|make it) (\d+)(?! nights?|:|\d)|(\d+) (?:people|person|of us))", rest):
