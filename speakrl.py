@@ -3,6 +3,7 @@
     python speakrl.py train                       learns when and what to ask, on two cores, in minutes
     python speakrl.py eval --model runs/grpo-001  dialogues with the user simulator; --json FILE, --show N
     python speakrl.py chat --model runs/grpo-001  you play the user
+    python speakrl.py data --n 25000              builds SpeakER and SpeakER-DPO; --multiwoz DIR, --out DIR
 
 Reads top to bottom: settings (1), the policy and its data (2), one GRPO step (3), evaluation (4), the one training loop with
 its checkpoints (5), the commands (6). What is learnt from and how stands in env.py, rewards.py and grpo.py.
@@ -73,7 +74,8 @@ class Settings:
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions
     user: str = "script"         # who plays the user in evaluation
-    multiwoz: str = ""           # eval: folder with MultiWOZ; its goals take the place of generated towns
+    n: int = 25000               # data: ambiguous dialogues to build
+    multiwoz: str = ""           # eval, data: folder with MultiWOZ; its goals take the place of generated towns
     split: str = "valid"         # eval: valid, test or test-new-words
     goals: int = 40              # ambiguous goals of an evaluation, each with its twin
     repeats: int = 1             # eval: dialogues per goal (pass@k: success in any of them)
@@ -109,7 +111,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
             notes[line.split(":")[0].strip()] = line.split("#", 1)[1].strip()
     parser = Parser(prog="python speakrl.py", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("train", "eval", "chat"))
+    parser.add_argument("command", choices=("train", "eval", "chat", "data"))
     parser.add_argument("--preset", choices=tuple(PRESETS), help="paper: the settings of the paper's kin for Qwen2.5-7B")
     for field in dataclasses.fields(Settings):
         flag, kind = "--" + field.name.replace("_", "-"), {"int": int, "float": float, "str": str}.get(field.type)
@@ -123,7 +125,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     saved = saved_settings(given.get("out", "")) if given.get("resume") else {}
     settings = Settings(**{**preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
-                            micro_rows=1, goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+                            micro_rows=1, n=1, goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
     for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high"):
@@ -787,11 +789,27 @@ def run_chat(settings: Settings) -> None:
     print("\nThe whole dialogue, with what you did not see:\n" + transcript(dialogue))
 
 
+def run_data(settings: Settings) -> None:
+    """`data`: SpeakER and SpeakER-DPO from generated towns or the training goals of --multiwoz, into --out; prints the statistics."""
+    from tqdm import tqdm  # comes with transformers
+    from data.build import build, report
+    from data.multiwoz import DataError
+    out = settings.out or "runs/speaker"
+    try:
+        with tqdm(total=settings.n, unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
+            statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n))
+    except DataError as error:
+        raise UserError(f"--multiwoz: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error}") from error
+    print(f"{out}:\n{report(statistics)}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; mistakes of the user come back as one line and exit code 2."""
     try:
         command, settings = parse_settings(sys.argv[1:] if argv is None else argv)
-        {"train": train, "eval": run_eval, "chat": run_chat}[command](settings)
+        {"train": train, "eval": run_eval, "chat": run_chat, "data": run_data}[command](settings)
     except UserError as error:
         print(f"speakrl: {error}", file=sys.stderr)
         return 2

@@ -112,9 +112,9 @@ def load_dialogues(folder: str | Path, split: str) -> dict[str, list[tuple[str, 
     if (root / "data.json").is_file():
         found, where = _release(root, split, "log"), root / "data.json"
     else:
-        goals, where = load_goals(folder, split), root
         pieces = sorted((path for sub in root.iterdir() if sub.is_dir() for path in sub.iterdir()
                          if re.fullmatch(r"data_\d+\.json", path.name)), key=str)
+        goals, where = load_goals(folder, split) if pieces else {}, root
         found = {key: d for path in pieces for key, d in _with_suffix(_read_json(path, dict)).items() if key in goals}
     dialogues = {}
     for key, dialogue in sorted(found.items()):

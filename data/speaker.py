@@ -201,7 +201,7 @@ SLOT_QUESTIONS = {"name": ("Which branch?", "Which branch do you mean?", "Which 
                   "area": ("Which area?", "Which area would you like?", "In which part of town?"),
                   "pricerange": ("Which price range?", "Which price range would you like?"),
                   "food": ("Which food?", "What kind of food would you like?"),
-                  "stars": ("How many stars?", "How many stars should it have?"),
+                  "type": ("Which type?", "What type of place?"), "stars": ("How many stars?", "How many stars should it have?"),
                   "people": ("How many people?", "How many people will it be?", "How many of you are coming?"),
                   "day": ("Which day?", "Which day exactly?", "On which day?"), "time": ("What time?", "At what time exactly?"),
                   "stay": ("How many nights?", "How many nights exactly?"),
@@ -245,7 +245,7 @@ def word_question(ambiguity: dict, belief: Belief, level: int, rng: random.Rando
 
 RICH_QUESTIONS = {  # to be followed by the choices
     "name": ("Which branch do you mean", "Which branch would you like", "Which branch should I take", "Which one of them do you have in mind",
-             "Which place do you mean", "Which of these is the right one", "Which branch shall it be", "Can you tell me which branch"),
+             "Which place do you mean", "Which of these places is the right one", "Which place would you like", "Which branch shall it be", "Can you tell me which branch"),
     "area": ("Which area would you like", "In which part of town should it be", "Which area suits you", "Which part of town do you prefer",
              "Where in town should it be", "Which area do you have in mind", "Could you tell me which area"),
     "pricerange": ("Which price range would you like", "What price range do you have in mind", "Which price range suits you",
@@ -282,9 +282,10 @@ def word_rich_question(ambiguity: dict, belief: Belief, level: int, rng: random.
     slot, candidates, base = ambiguity["slot"], ambiguity["candidates"], belief.said.get("name", "")
     if len(candidates) > 5:
         candidates = list(dict.fromkeys(row[slot] for row in belief.rows or [] if row.get(slot) in candidates)) or candidates
-    if slot == "name" and rng.random() < 0.7:
+    if slot == "name" and rng.random() < 0.7 and all(c.startswith(base + " ") for c in candidates):
         candidates = [c.removeprefix(base + " ") for c in candidates]
-    question = rng.choice(_FRAMES[:1] * 4 + _FRAMES).format(ask=rng.choice(RICH_QUESTIONS[slot]), options=alternatives(candidates))
+    asks = [ask for ask in RICH_QUESTIONS[slot] if slot != "name" or " " in base or "branch" not in ask]  # one word: different places
+    question = rng.choice(_FRAMES[:1] * 4 + _FRAMES).format(ask=rng.choice(asks), options=alternatives(candidates))
     if level == 2:
         return question
     wishes = " ".join(v for s, v in belief.said.items() if s in ("pricerange", "food", "type")) or "such"
