@@ -176,7 +176,8 @@ def word_request(domain: str, info: dict, book: dict, rng: random.Random, *, ins
         head = rng.choice(heads).format(instead.get("name", info["name"]))
     elif domain in ("train", "taxi"):
         ends = [f"{word} {info[s]}" for s, word in (("departure", "from"), ("destination", "to")) if s in info]
-        rng.shuffle(ends) if rich else None
+        if rich and domain == "train":  # the end of a taxi's ride may be called "home from home"
+            rng.shuffle(ends)
         head = rng.choice(heads).format(" ".join(ends)).strip()
     else:
         head = rng.choice(heads).format((_rich_noun_phrase if rich else _noun_phrase)(domain, info, rng))
@@ -284,8 +285,9 @@ def read_request(text: str, domain: str) -> dict[str, str]:
     low = re.sub("|".join(ARRIVALS).format(*[r"\w+"] * len(ARRIVALS)), "", text).lower()
     days = "|".join(DAYS)
     if domain in ("train", "taxi"):
+        ride, stop = re.sub(rf"^.*?\ba {domain}\b", "", low), "to |from " if domain == "train" else "to "
         for slot, word in (("departure", "from"), ("destination", "to")):
-            if found := re.search(rf"\b{word} (?!(?:{days}|be there)\b)(.+?)(?= to | from |[,.?!]|$)", re.sub(rf"^.*?\ba {domain}\b", "", low)):
+            if found := re.search(rf"\b{word} (?!(?:{days}|be there)\b)(.+?)(?= (?:{stop})|[,.?!]|$)", ride):
                 said[slot] = found[1]
     elif name := re.search(r"\b(?:table at|room at|eat at|stay at|visit(?:ing)?(?! an? |,)) (.+?)(?=[,.?!]|$)", low):
         partial = re.fullmatch(PARTIAL, name[1])
