@@ -14,9 +14,9 @@ import speakrl
 from data.build import (FILES, NEAR, PLANNERS, REPEATED, Talker, build, candidate_fails, make_pair, name_groups, ngrams, overlap, skeleton,
                         slots_of, vague_phrases)
 from data.multiwoz import bookable, load_database, scenarios
-from data.speaker import Oracle, clarify_due, play
+from data.speaker import Oracle, clarify_due, play, read_history
 from data.towns import read_request, request_domain, town_goal
-from env import (BOOK_SLOTS, Database, Scenario, Session, booking_satisfies, meets, normalise, parse_turn, score_dialogue)
+from env import (BOOK_SLOTS, Database, Scenario, Session, booking_satisfies, meets, misread, normalise, parse_turn, score_dialogue)
 
 
 def test_doctests():
@@ -334,6 +334,38 @@ def test_command(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert speakrl.main(["data", "--n", "4", "--out", str(tmp_path / "file" / "x")]) == 2
     assert "cannot write to" in capsys.readouterr().err
+
+
+# ---- faults that real goals showed
+
+def test_an_arrival_that_is_also_a_candidate_is_no_misreading():
+    """Trains every hour that take one: 06:01 is when this one arrives and the next one leaves."""
+    wants, open_hours = {"leaveAt": "05:01", "arriveBy": "06:01"}, ("05:01", "06:01", "07:01")
+    assert misread("Your train leaves at 05:01, for 2 people.", wants, open_hours) is None
+    assert misread("Your train leaves at 07:01, for 2 people.", wants, open_hours) == "leaveAt"
+
+
+def test_an_answer_about_leaving_says_nothing_of_arriving():
+    rows = [{"departure": "cambridge", "destination": "ely", "day": "friday", "leaveAt": f"{h}:01", "arriveBy": f"{h + 1}:01"} for h in (20, 21, 22)]
+    history = [("user", "I need a train from cambridge to ely, on friday."), ("assistant", '<tool_call>{"name": "query_train", "arguments": {}}</tool_call>'),
+               ("tool", json.dumps({"total": 3, "rows": rows})), ("assistant", "At what time?"), ("user", "The 22:01 one.")]
+    said = read_history([{"role": role, "content": text} for role, text in history]).said
+    assert said == {"departure": "cambridge", "destination": "ely", "day": "friday", "leaveAt": "22:01"}
+
+
+def test_no_preference_is_not_no_internet():
+    rows = [{"name": "avalon", "stars": "4", "internet": "no"}, {"name": "old mill", "stars": "3", "internet": "yes"}]
+    history = [("user", "I am looking for a hotel."), ("assistant", '<tool_call>{"name": "query_hotel", "arguments": {}}</tool_call>'),
+               ("tool", json.dumps({"total": 2, "rows": rows})), ("assistant", "How many stars?"), ("user", "4 stars. I have no preference beyond that.")]
+    assert read_history([{"role": role, "content": text} for role, text in history]).said == {"type": "hotel", "stars": "4"}
+
+
+def test_an_answer_may_name_what_the_five_rows_do_not_show():
+    about = {"kind": "underspecified", "domain": "restaurant", "slot": "food", "candidates": ["thai", "greek", "indian"], "value": "indian"}
+    history = [("user", "I am looking for a cheap restaurant."), ("assistant", '<tool_call>{"name": "query_restaurant", "arguments": {}}</tool_call>'),
+               ("tool", json.dumps({"total": 9, "rows": ROWS})), ("assistant", "Which food: thai or greek?"), ("user", "Indian, please.")]
+    said = read_history([{"role": role, "content": text} for role, text in history], [about]).said
+    assert said == {"pricerange": "cheap", "food": "indian"}
 
 
 # ---- real MultiWOZ
