@@ -4,6 +4,7 @@
     python speakrl.py eval --model runs/grpo-001  dialogues with the user simulator; --json FILE, --show N
     python speakrl.py chat --model runs/grpo-001  you play the user
     python speakrl.py train --method sft          the baselines: sft imitates, dpo prefers asking to guessing; --data FILE
+    python speakrl.py data --n 25000              builds SpeakER and SpeakER-DPO; --multiwoz DIR, --out DIR
     python speakrl.py compare                     base, SFT, DPO and SpeakRL at equal numbers of trained tokens, as a table
 
 Reads top to bottom: settings (1), the policy and its data (2), one step of GRPO, SFT and DPO (3), evaluation (4), the one
@@ -78,7 +79,8 @@ class Settings:
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions
     user: str = "script"         # who plays the user in evaluation
-    multiwoz: str = ""           # eval, compare: folder with MultiWOZ; its goals take the place of generated towns
+    n: int = 25000               # data: ambiguous dialogues to build
+    multiwoz: str = ""           # eval, compare, data: folder with MultiWOZ; its goals take the place of generated towns
     split: str = "valid"         # eval, compare: valid, test or test-new-words
     goals: int = 40              # ambiguous goals of an evaluation, each with its twin
     repeats: int = 1             # eval, compare: dialogues per goal (pass@k: success in any of them)
@@ -133,7 +135,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     own = DEFAULTS.get(command, {}) | DEFAULTS.get({**saved, **given}.get("method"), {})
     settings = Settings(**{**own, **preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
-                            micro_rows=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+                            micro_rows=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
     for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
@@ -1128,7 +1130,23 @@ def run_chat(settings: Settings) -> None:
     print("\nThe whole dialogue, with what you did not see:\n" + transcript(dialogue))
 
 
-COMMANDS = {"train": train, "eval": run_eval, "compare": compare, "chat": run_chat}
+def run_data(settings: Settings) -> None:
+    """`data`: SpeakER and SpeakER-DPO from generated towns or the training goals of --multiwoz, into --out; prints the statistics."""
+    from tqdm import tqdm  # comes with transformers
+    from data.build import build, report
+    from data.multiwoz import DataError
+    out = settings.out or "runs/speaker"
+    try:
+        with tqdm(total=settings.n, unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
+            statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n))
+    except DataError as error:
+        raise UserError(f"--multiwoz: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error}") from error
+    print(f"{out}:\n{report(statistics)}")
+
+
+COMMANDS = {"train": train, "eval": run_eval, "data": run_data, "compare": compare, "chat": run_chat}
 
 
 def main(argv: list[str] | None = None) -> int:
