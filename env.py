@@ -148,6 +148,14 @@ def parse_turn(text: str, prefilled_think: bool = False) -> Turn:
                 *action, broken_rules(text, tags))
 
 
+def shown(turn: Turn) -> str | None:
+    """What of a turn stays in the visible history: the bare question or reply, or the literal tool call; never the think.
+    None if nothing could be read."""
+    if turn.tool_call is not None:
+        return f"<tool_call>{json.dumps(turn.tool_call)}</tool_call>"
+    return turn.clarify or turn.reply
+
+
 def cut_end_markers(text: str) -> str:
     """The text without end-of-turn markers and blanks at its end."""
     end, before = len(text), None
@@ -270,6 +278,7 @@ SYNONYMS = {"center": "centre", "city centre": "centre", "town centre": "centre"
             "multiple sports": "mutliple sports"}  # the last is the database's own spelling
 
 
+@functools.lru_cache(maxsize=4096)
 def to_minutes(text: str) -> int | None:
     """Minutes after midnight of a 12- or 24-hour time, None if there is none. Hours 24 to 47 are the next day.
 
@@ -357,14 +366,20 @@ class Database:
 
     def __init__(self, tables: dict[str, list[dict]]):
         self.tables = {domain: tables.get(domain, []) for domain in FIELDS}
+        self._found: dict[tuple, list[dict]] = {}  # real goals ask the same of 2 828 trains again and again
 
     def query(self, domain: str, wishes: dict[str, str]) -> list[dict]:
         """All rows that meet the normalised wishes. A name matches whole words from its start, so that a bare name finds its
         branches; trains leave at or after `leaveAt` and arrive at or before `arriveBy`, compared as minutes."""
-        rows = [row for row in self.tables[domain] if all(meets(row, slot, value) for slot, value in wishes.items() if value)]
-        if domain == "train":
-            rows.sort(key=lambda row: to_minutes(row["leaveAt"]))
-        return rows
+        key = (domain, *sorted(wishes.items()))
+        if key not in self._found:
+            rows = [row for row in self.tables[domain] if all(meets(row, slot, value) for slot, value in wishes.items() if value)]
+            if domain == "train":
+                rows.sort(key=lambda row: to_minutes(row["leaveAt"]))
+            if len(self._found) == 4096:
+                self._found.clear()
+            self._found[key] = rows
+        return list(self._found[key])
 
     def venue(self, domain: str, name: str) -> dict | None:
         """The row that a booking by `name` gets: the exact name, or the first branch of a bare common prefix, or None."""
@@ -388,7 +403,11 @@ def meets(row: dict, slot: str, value: str) -> bool:
         return to_minutes(row["leaveAt"]) >= to_minutes(value)
     if slot == "arriveBy":
         return arrival(row) <= to_minutes(value)
-    return slot in row and normalise(slot, row[slot]) == value
+    return slot in row and row_value(slot, row[slot]) == value
+
+
+# What rows hold is read over and over, and a timetable has thousands: normalised once. (A policy's arguments are not: they may be lists.)
+row_value = functools.lru_cache(maxsize=None)(normalise)
 
 
 def arrival(row: dict) -> int:
@@ -432,8 +451,8 @@ class Session:
             car = f"{self.rng.choice(('black', 'white', 'red', 'blue'))} {self.rng.choice(('toyota', 'skoda', 'ford', 'volvo'))}"
             return {"car": car, "phone": "07" + "".join(self.rng.choices("0123456789", k=9))}
         if domain == "train":
-            row = next((r for r in self.database.tables["train"] if all(
-                normalise(s, r[s]) == values[s] for s in ("departure", "destination", "day", "leaveAt"))), None)
+            route = self.database.query("train", {s: values[s] for s in ("departure", "destination", "day")})
+            row = next((r for r in route if row_value("leaveAt", r["leaveAt"]) == values["leaveAt"]), None)
             if row is None:
                 return {"error": f"no train from {values['departure']} to {values['destination']} leaves at {values['leaveAt']} "
                                  f"on {values['day']}"}
@@ -501,8 +520,9 @@ class Scenario:
 
     `requests` are (domain, sentence) in the order in which the user voices them, each after the one before is settled.
     `ambiguity` {kind, domain, slot, candidates, value} names what one of the sentences leaves open (None: nothing); the user
-    may know all of it, a judge everything but `value`, the policy nothing. `twin_id` is the scenario that differs only in
-    being clear (or, for the clear one, its ambiguous twin); `twin_kind` is "plain" or "db" for the clear one, else None.
+    may know all of it, a judge everything but `value`, the policy nothing. `further` are those of other sentences, at most one
+    a domain. `twin_id` is the scenario that differs only in being clear (or, for the clear one, its ambiguous twin);
+    `twin_kind` is "plain" or "db" for the clear one, else None.
     """
     id: str
     goal: dict
@@ -511,6 +531,11 @@ class Scenario:
     ambiguity: dict | None = None
     twin_id: str | None = None
     twin_kind: str | None = None
+    further: tuple[dict, ...] = ()
+
+    @property
+    def ambiguities(self) -> list[dict]:
+        return [self.ambiguity, *self.further] if self.ambiguity else []
 
 
 # What a question asks for. A user listens for these; the order matters only for the order of the answers.
@@ -554,6 +579,7 @@ class ScriptedUser:
     gave_up, out_of_scope. It never tells a goal value that nobody asked for; a correction is the one exception. With
     `max_corrections=0` it accepts a wrong report and closes. Seeded by the scenario's id and `seed`.
     """
+    spoken, answers = SPOKEN, ("{}.", "{}, please.", "{}.", "I mean {}.")
 
     def __init__(self, scenario: Scenario, seed: int = 0, max_corrections: int = 2):
         self.scenario, self.max_corrections = scenario, max_corrections
@@ -581,6 +607,11 @@ class ScriptedUser:
     @property
     def wants(self) -> dict:
         return self.scenario.goal[self.domain]
+
+    @property
+    def ambiguity(self) -> dict | None:
+        """What the request in play leaves open."""
+        return next((a for a in self.scenario.ambiguities if a["domain"] == self.domain), None)
 
     @property
     def values(self) -> dict[str, str]:
@@ -624,13 +655,13 @@ class ScriptedUser:
         if not fresh:  # asked for what was said already: told again, without enthusiasm
             return self._no_progress((f"As I said, {answer}", f"I told you, {answer}"))
         self.idle = 0
-        answer = self.rng.choice(("{}.", "{}, please.", "{}.", "I mean {}.")).format(answer)
+        answer = self.rng.choice(self.answers).format(answer)
         return answer[0].upper() + answer[1:], "continue"
 
     def _open_slot(self, low: str, asked: list[str]) -> str | None:
         """The ambiguous slot, if the question aims at it: asks for it, names two of its candidates, or offers alternatives."""
-        ambiguity = self.scenario.ambiguity
-        if not ambiguity or ambiguity["domain"] != self.domain:
+        ambiguity = self.ambiguity
+        if not ambiguity:
             return None
         aims = {ambiguity["slot"]} | ({"area", "name"} if ambiguity["kind"] == "branch" else set())
         venues = [row["name"] for row in self.scenario.database.tables[self.domain] if "name" in row]
@@ -640,8 +671,8 @@ class ScriptedUser:
 
     def _confirm(self, low: str) -> tuple[str, str] | None:
         """Yes or no to "do you mean X?" and "shall I book it?"."""
-        ambiguity = self.scenario.ambiguity
-        if ambiguity and ambiguity["domain"] == self.domain and len(meant := named(low, ambiguity["candidates"])) == 1:
+        ambiguity = self.ambiguity
+        if ambiguity and len(meant := named(low, ambiguity["candidates"])) == 1:
             if meant[0] != ambiguity["value"]:
                 return self._no_progress(("No, not that one",))
             self.idle = 0
@@ -654,11 +685,11 @@ class ScriptedUser:
         value = str(self.values[slot])
         if slot in ("parking", "internet"):
             return f"{'with' if value == 'yes' else 'without'} {slot}"
-        ambiguity = self.scenario.ambiguity
+        ambiguity = self.ambiguity
         if slot == "name" and ambiguity and ambiguity["slot"] == "name" and len(ambiguity["candidates"]) > 1:
             tail = next(t for k in range(1, 9) if named(t := " ".join(value.split()[-k:]), ambiguity["candidates"]) == [value])
             return self.rng.choice((value, f"the {tail} one", f"the one called {value}"))
-        return self.rng.choice(SPOKEN[slot]).format(value)
+        return self.rng.choice(self.spoken[slot]).format(value)
 
     # -- reports
 
@@ -676,8 +707,7 @@ class ScriptedUser:
 
     def _rivals(self) -> tuple[str, ...]:
         """The other candidates of what this stage left open: hearing one of them in a report is hearing something wrong."""
-        ambiguity = self.scenario.ambiguity
-        return tuple(ambiguity["candidates"]) if ambiguity and ambiguity["domain"] == self.domain else ()
+        return tuple(self.ambiguity["candidates"]) if self.ambiguity else ()
 
 
 def misread(report: str, values: dict[str, str], rivals: tuple[str, ...] = ()) -> str | None:
@@ -701,8 +731,8 @@ def misread(report: str, values: dict[str, str], rivals: tuple[str, ...] = ()) -
             prefix = value.rsplit(" ", 1)[0]
             if value not in low and (named(low, rivals) or (prefix != value and prefix in low)):
                 return slot
-        elif slot in ("leaveAt", "arriveBy"):
-            if value in rivals and stated["time"] and value not in stated["time"]:
+        elif slot in ("leaveAt", "arriveBy"):  # bounds: wrong is only another of the trains that were open, told by when they leave
+            if slot == "leaveAt" and value in rivals and stated["time"] and value not in stated["time"]:
                 return slot
         elif stated.get(slot) and value not in stated[slot]:
             return slot
@@ -752,7 +782,7 @@ class Dialogue:
         if turn.clarify is None and turn.reply is None:
             self._tool_step(turn)
             return
-        said = turn.clarify or turn.reply
+        said = shown(turn)
         self.messages.append({"role": "assistant", "content": said})
         self.turns, self.calls = self.turns + 1, 0
         if self.turns >= max_turns:
@@ -768,7 +798,7 @@ class Dialogue:
         if turn.tool_call is None:
             result = {"error": f"your turn could not be read: {', '.join(turn.errors)}"}
         else:
-            self.messages.append({"role": "assistant", "content": f"<tool_call>{json.dumps(turn.tool_call)}</tool_call>"})
+            self.messages.append({"role": "assistant", "content": shown(turn)})
             result = self.session.call(turn.tool_call["name"], turn.tool_call["arguments"])
         self.messages.append({"role": "tool", "content": json.dumps(result)})
 

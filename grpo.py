@@ -1,4 +1,4 @@
-"""GRPO without a KL term, written by hand: sample, score, compare within the group, clip.
+"""GRPO without a KL term, written by hand: sample, score, compare within the group, clip. SFT and DPO on the same log-probs.
 
     completions = sample(model, prompts, G, ...)              # P prompts -> B = P*G completions, once a step
     adv_PG      = group_advantages(rewards_PG)                # who was better than the siblings
@@ -8,9 +8,15 @@
         loss, metrics    = policy_loss(logp_BT, ...)          # a plain sum: losses, gradients and metrics add up
         loss.backward()
 
+The two baselines put another loss in the place of `policy_loss`. Their completions come from data, not from `sample`:
+
+    loss, metrics = sft_loss(logp_BT, mask_BT, weight_B)                       # imitate every completion
+    logp_N        = trajectory_logprobs(logp_BT, mask_BT, trajectory_B, N)     # the rows of a dialogue, added up
+    loss, metrics = dpo_loss(chosen_N, rejected_N, ref_chosen_N, ref_rejected_N, weight_N, beta)
+
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
-_T completion tokens, _V vocabulary. Copy functions out: they need torch and nothing else here, but that `sample` and
-`shared_logprobs` need `prefill`.
+_T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
+here, but that `sample` and `shared_logprobs` need `prefill`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
@@ -286,5 +292,81 @@ def policy_loss(logp_BT, logp_old_BT, adv_B, mask_BT, weight_B, clip=(0.2, 0.2))
             "entropy": -(weight_BT * logp_old_BT).sum(),
             "weight": weight_BT.sum(),
             "tokens": mask_BT.sum(),
+        }
+    return loss, metrics
+
+
+def sft_loss(logp_BT, mask_BT, weight_B):
+    """The supervised loss: sum of weight * -logp over the completion tokens.
+
+    logp_BT: (B, T) with gradient and mask_BT: (B, T) bool, as `token_logprobs` returns them for completions taken from data.
+    So the prompt is not in the loss, nothing is to be shifted, and the end of a turn is learnt if the completions end in
+    their end token. weight_B: (B,), from `row_weights` over ALL rows of the update ("token" is the usual mean).
+    Returns (loss, metrics): a 0-dim tensor, and a dict of detached 0-dim tensors. All are sums; micro-batches add up:
+      weight  sum of the weights over tokens: 1 for a whole update, unless there was nothing to train
+      tokens  number of tokens (unweighted)
+      empty   rows without a token to train; they give loss 0 and gradient 0, never NaN
+
+    >>> logp = torch.tensor([[-1., -2.], [-3., 0.]], requires_grad=True)
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> loss, metrics = sft_loss(logp, mask, torch.tensor([1/3, 1/3]))
+    >>> loss.backward(); loss.item(), logp.grad, metrics["tokens"].item()
+    (2.0, tensor([[-0.3333, -0.3333],
+            [-0.3333,  0.0000]]), 3)
+    """
+    weight_BT = torch.where(mask_BT, weight_B[:, None], 0.0)
+    loss = -(weight_BT * torch.where(mask_BT, logp_BT, 0.0)).sum()  # where() twice: a masked -inf times 0 would be NaN
+    return loss, {"weight": weight_BT.sum(), "tokens": mask_BT.sum(), "empty": (~mask_BT).all(1).sum()}
+
+
+def trajectory_logprobs(logp_BT, mask_BT, trajectory_B, N):
+    """The log-prob of each of N trajectories: the sum over the tokens of all of its rows.
+
+    logp_BT: (B, T) with gradient, mask_BT: (B, T) bool; trajectory_B: (B,) ints, which trajectory a row belongs to. A
+    multi-turn dialogue has one row per agent turn, so text of others is in no sum. Returns logp_N, (N,) float32.
+    A sum, never a mean: the log-prob of a dialogue is one number however long it is.
+
+    >>> logp = torch.tensor([[-1., -2.], [-3., 9.], [-4., -5.]])
+    >>> mask = torch.tensor([[True, True], [True, False], [True, True]])
+    >>> trajectory_logprobs(logp, mask, torch.tensor([0, 0, 1]), 2)
+    tensor([-6., -9.])
+    """
+    row_B = torch.where(mask_BT, logp_BT, 0.0).sum(1)
+    member_NB = trajectory_B == torch.arange(N, device=trajectory_B.device)[:, None]
+    return torch.where(member_NB, row_B, 0.0).sum(1)  # index_add_ would add in another order each time on a GPU
+
+
+def dpo_loss(chosen_N, rejected_N, ref_chosen_N, ref_rejected_N, weight_N, beta=0.1):
+    """Direct preference optimisation: sum of weight * -log sigmoid(beta * margin), where margin is by how much more the
+    policy prefers the chosen trajectory to the rejected one than the reference does.
+
+    chosen_N, rejected_N: (N,) with gradient, log-probs of whole trajectories under the policy (`trajectory_logprobs`);
+    ref_chosen_N, ref_rejected_N: (N,), the same under the frozen reference, usually the weights that training started from
+    (detached here); weight_N: (N,), 1 / pairs of the update for the usual mean; beta: how far the policy may move.
+    Returns (loss, metrics): a 0-dim tensor, and a dict of detached 0-dim tensors. All are sums; micro-batches add up:
+      margin           (chosen - ref_chosen) - (rejected - ref_rejected), in nats
+      accuracy         share of pairs with a margin above 0
+      reward_chosen    beta * (chosen - ref_chosen)
+      reward_rejected  beta * (rejected - ref_rejected)
+      weight           sum of the weights
+    At the start policy and reference are equal: loss ln 2, margin and accuracy 0, and a gradient that is not 0. Dropout must
+    be off in both, or they are not equal. A falling reward_chosen is common: only the difference is trained.
+    Source: DPO, arXiv 2305.18290, eq. 7.
+
+    >>> chosen, rejected = torch.tensor([-2.], requires_grad=True), torch.tensor([-4.], requires_grad=True)
+    >>> loss, metrics = dpo_loss(chosen, rejected, torch.tensor([-2.4]), torch.tensor([-4.8]), torch.ones(1))
+    >>> loss.backward(); loss, chosen.grad, rejected.grad, metrics["margin"]
+    (tensor(0.7133, grad_fn=<NegBackward0>), tensor([-0.0510]), tensor([0.0510]), tensor(-0.4000))
+    """
+    chosen_N, rejected_N = chosen_N - ref_chosen_N.detach(), rejected_N - ref_rejected_N.detach()
+    margin_N = chosen_N - rejected_N
+    loss = -(weight_N * torch.nn.functional.logsigmoid(beta * margin_N)).sum()  # log(sigmoid()) is -inf from about -100 on
+    with torch.no_grad():
+        metrics = {
+            "margin": (weight_N * margin_N).sum(),
+            "accuracy": (weight_N * (margin_N > 0)).sum(),
+            "reward_chosen": (weight_N * beta * chosen_N).sum(),
+            "reward_rejected": (weight_N * beta * rejected_N).sum(),
+            "weight": weight_N.sum(),
         }
     return loss, metrics

@@ -3,9 +3,13 @@
     python speakrl.py train                       learns when and what to ask, on two cores, in minutes
     python speakrl.py eval --model runs/grpo-001  dialogues with the user simulator; --json FILE, --show N
     python speakrl.py chat --model runs/grpo-001  you play the user
+    python speakrl.py train --method sft          the baselines: sft imitates, dpo prefers asking to guessing; --data FILE
+    python speakrl.py data --n 25000              builds SpeakER and SpeakER-DPO; --multiwoz DIR, --out DIR
+    python speakrl.py compare                     base, SFT, DPO and SpeakRL at equal numbers of trained tokens, as a table
 
-Reads top to bottom: settings (1), the policy and its data (2), one GRPO step (3), evaluation (4), the one training loop with
-its checkpoints (5), the commands (6). What is learnt from and how stands in env.py, rewards.py and grpo.py.
+Reads top to bottom: settings (1), the policy and its data (2), one step of GRPO, SFT and DPO (3), evaluation (4), the one
+training loop with its checkpoints (5), the comparison (6), the commands (7). What is learnt from and how stands in env.py,
+rewards.py and grpo.py.
 
 Where this departs from the textbook:
 1. No reference model and no KL: nothing but the clip holds the policy to its start, so a guard measures whether acting decays.
@@ -31,16 +35,18 @@ from pathlib import Path
 
 import torch
 
-from data.speaker import decision_points, play
+from data.speaker import Oracle, decision_points, play, with_thinks
 from data.towns import SPLITS, scenario_pair
-from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue,
+from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue, shown,
                  start_dialogue)
-from grpo import group_advantages, policy_loss, row_weights, sample, shared_logprobs, token_logprobs
+from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
+                  trajectory_logprobs)
 from rewards import RuleJudge, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
 # Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; none of these.
 STAGE_SHARES = {"ask": 0.5, "answered": 0.125, "twin": 0.25, "other": 0.125}
+SIDES = {"sft": ("completion",), "dpo": ("chosen", "rejected")}  # what an example of a baseline's data holds beside its prompt
 
 
 class UserError(Exception):
@@ -52,32 +58,35 @@ class UserError(Exception):
 @dataclass(frozen=True)
 class Settings:
     """Every field is a flag (`--max-new-tokens 64`); the resolved values go into the run folder."""
-    method: str = "grpo"         # training method
+    method: str = "grpo"         # training method: grpo (SpeakRL), or a baseline: sft, dpo
     model: str = str(ROOT / "data" / "tiny")  # folder or hub id of the policy to start from; a run folder means its last checkpoint
-    data: str = ""               # JSONL file of decision points; empty: made from generated towns
+    data: str = ""               # JSONL file of decision points (sft: rows, dpo: pairs; compare: folder); empty: generated towns
     towns: int = 400             # generated towns to train on; each gives an ambiguous dialogue and its clear twin
-    out: str = ""                # run folder; empty: the next free runs/grpo-NNN
+    out: str = ""                # run folder; empty: the next free runs/METHOD-NNN
     steps: int = 100             # optimiser steps in all (a resumed run may ask for more)
-    prompts: int = 8             # decision points a step (P)
-    group: int = 8               # completions of each (G)
-    minibatch: int = 0           # prompts per optimiser update; 0: all of the step's
-    epochs: int = 1              # passes over the completions of a step
+    prompts: int = 8             # decision points a step (P); sft: agent turns, dpo: pairs
+    group: int = 8               # grpo: completions of each (G)
+    minibatch: int = 0           # grpo: prompts per optimiser update; 0: all of the step's
+    epochs: int = 1              # grpo: passes over the completions of a step
     lr: float = 3e-4             # AdamW, constant (a schedule would depend on --steps)
     grad_clip: float = 1.0       # largest norm of the gradient
     clip_low: float = 0.2        # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2       # see clip_low
-    norm: str = "sequence"       # what the loss is a mean over: sequence, token, constant
+    beta: float = 0.1            # dpo: the smaller, the further the policy may move from its start
+    norm: str = "sequence"       # grpo, sft: what the loss is a mean over: sequence, token, constant
     temperature: float = 1.0     # of sampling, and of the log-probs in the loss
     max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
     max_new_tokens: int = 90     # tokens of a completion
-    micro_rows: int = 32         # completions forwarded at once in the update
+    micro_rows: int = 32         # completions forwarded at once in the update (dpo: always the turns of one pair)
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions
     user: str = "script"         # who plays the user in evaluation
-    multiwoz: str = ""           # eval: folder with MultiWOZ; its goals take the place of generated towns
-    split: str = "valid"         # eval: valid, test or test-new-words
+    n: int = 25000               # data: ambiguous dialogues to build
+    multiwoz: str = ""           # eval, compare, data: folder with MultiWOZ; its goals take the place of generated towns
+    split: str = "valid"         # eval, compare: valid, test or test-new-words
     goals: int = 40              # ambiguous goals of an evaluation, each with its twin
-    repeats: int = 1             # eval: dialogues per goal (pass@k: success in any of them)
+    repeats: int = 1             # eval, compare: dialogues per goal (pass@k: success in any of them)
+    seeds: int = 3               # compare: runs of each method, seeds 0, 1, ...
     guard_every: int = 10        # steps between two looks at 64 fixed acting turns; 0: never
     save_every: int = 50         # steps between two checkpoints
     keep: int = 2                # checkpoints kept
@@ -86,13 +95,15 @@ class Settings:
     json: str = ""               # eval: also write the figures to this file
     show: int = 0                # eval: print this many dialogues
     town: int = 2 * 10**6        # chat: seed of the town
-    resume: bool = False         # train: continue the run in --out (or the newest one) from its last checkpoint
+    resume: bool = False         # train, compare: continue the run in --out (or the newest one) from its last checkpoint
 
 
-CHOICES = {"method": ("grpo",), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"), "judge": ("rule",),
-           "user": ("script",), "split": ("train", "valid", "test", "test-new-words")}
+CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
+           "judge": ("rule",), "user": ("script",), "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
-MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz"}
+MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds"}
+# What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
+DEFAULTS = {"sft": dict(prompts=32, norm="token"), "dpo": dict(lr=1e-4), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048,
                          max_new_tokens=1024, micro_rows=4, towns=20000, device="cuda")}
@@ -110,39 +121,49 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
             notes[line.split(":")[0].strip()] = line.split("#", 1)[1].strip()
     parser = Parser(prog="python speakrl.py", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("train", "eval", "chat"))
+    parser.add_argument("command", choices=tuple(COMMANDS))
     parser.add_argument("--preset", choices=tuple(PRESETS), help="paper: the settings of the paper's kin for Qwen2.5-7B")
     for field in dataclasses.fields(Settings):
         flag, kind = "--" + field.name.replace("_", "-"), {"int": int, "float": float, "str": str}.get(field.type)
-        note = f"{notes[field.name]} (default: {field.default})".replace("%", "%%")
+        others = "".join(f"; {name}: {values[field.name]}" for name, values in DEFAULTS.items() if field.name in values)
+        note = f"{notes[field.name]} (default: {field.default}{others})".replace("%", "%%")
         if field.type == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=note)
         else:
             parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), help=note)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     command, preset = given.pop("command"), PRESETS.get(given.pop("preset", ""), {})
-    saved = saved_settings(given.get("out", "")) if given.get("resume") else {}
-    settings = Settings(**{**preset, **saved, **given})  # a resumed run keeps what is not said anew
+    saved = saved_settings(Path(given.get("out") or newest_run(command))) if given.get("resume") else {}
+    own = DEFAULTS.get(command, {}) | DEFAULTS.get({**saved, **given}.get("method"), {})
+    settings = Settings(**{**own, **preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
-                            micro_rows=1, goals=1, repeats=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+                            micro_rows=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
-    for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high"):
+    for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
         value = getattr(settings, name)
         if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
     if settings.minibatch and settings.prompts % settings.minibatch:
         raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
+    if (command == "compare") != (settings.method == "compare"):
+        raise UserError(f"{command} and --method {settings.method} do not go together: compare trains with all methods, and goes on with "
+                        "compare --resume")
     return command, settings
 
 
-def saved_settings(out: str) -> dict:
-    """The settings of the run in `out`, or of the newest one in runs/; UserError if there is none."""
-    folder = Path(out) if out else max(Path("runs").glob("*-[0-9][0-9][0-9]"), default=Path("runs"))
+def saved_settings(folder: Path) -> dict:
+    """The settings of a run; UserError if there is none."""
     try:
         return {**json.loads((folder / "settings.json").read_text()), "out": str(folder)}
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"--resume: {folder} holds no run ({error}); name its folder with --out") from error
+
+
+def newest_run(command: str) -> Path:
+    """The folder in runs/ that this command wrote to last; runs/ itself if there is none."""
+    found = [f for f in Path("runs").glob("*-[0-9][0-9][0-9]") if f.name.startswith("compare") == (command == "compare")]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=Path("runs"))
 
 
 def stream(*key) -> int:
@@ -174,12 +195,19 @@ class Policy:
         self.eos_ids = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
         self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else min(self.eos_ids)
         # Some templates open the think themselves; then the completion starts inside it and the parser must know.
-        probe = self.tokenizer.decode(self.prompt([{"role": "user", "content": "Hello."}]))
-        self.prefilled_think = probe.rstrip().endswith("<think>")
+        hello = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+        self.prefilled_think = self.tokenizer.decode(self.prompt(hello[:1])).rstrip().endswith("<think>")
+        # The end token that the template writes behind an agent message: the one a completion from data has to end in.
+        self.end_id = next((t for t in reversed(self.prompt(hello)) if t in self.eos_ids), self.tokenizer.eos_token_id)
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Prompt ids of a visible history."""
         return render_prompt(self.tokenizer, messages)
+
+    def completion(self, text: str) -> list[int]:
+        """Ids of an agent turn from data as the policy would sample them: inside a think that the prompt opened, with the end token."""
+        text = text.removeprefix("<think>") if self.prefilled_think else text
+        return self.tokenizer.encode(text, add_special_tokens=False) + [self.end_id]
 
     def text(self, completion: list[int]) -> str:
         """What the policy wrote, without its end token (cut by id, so that no end text can spoil the form)."""
@@ -221,37 +249,66 @@ def newest_checkpoint(folder: str) -> str | None:
     return str(found[-1]) if found else None
 
 
-def read_points(path: str, judge: str) -> list[dict]:
-    """Decision points from a JSONL file, read strictly: a bad line stops with file, line and what is wrong."""
-    points = []
+def read_jsonl(path: str, wrong) -> list[dict]:
+    """Records of a JSONL file, read strictly: a bad line stops with file, line and what is wrong, which is `wrong(record)` or ""."""
+    records = []
     try:
         with open(path, encoding="utf-8-sig") as file:
-            lines = file.read().splitlines()
+            lines = file.read().split("\n")  # splitlines() would cut inside a text that holds U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--data {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue  # blank lines are allowed in JSONL
-        def refuse(what):
-            raise UserError(f"{path}, line {number}: {what}")
         try:
-            point = json.loads(line)
+            record = json.loads(line)
+            reason = wrong(record) if isinstance(record, dict) else "no JSON object"
         except json.JSONDecodeError as error:
-            refuse(f"no JSON ({error.msg})")
-        if not isinstance(point, dict) or not {"id", "messages", "clarify_expected"} <= set(point):
-            refuse("a decision point needs id, messages and clarify_expected")
-        if not isinstance(point["messages"], list) or not point["messages"] or not all(
+            reason = f"no JSON ({error.msg})"
+        if reason:
+            raise UserError(f"{path}, line {number}: {reason}")
+        records.append(record)
+    if not records:
+        raise UserError(f"{path} holds no line")
+    return records
+
+
+def lacks_messages(record: dict, *keys: str) -> str:
+    """What is wrong with the message lists of a record, "" if nothing."""
+    for key in keys:
+        if not isinstance(record[key], list) or not record[key] or not all(
                 isinstance(m, dict) and m.get("role") in ("user", "assistant", "tool") and isinstance(m.get("content"), str)
-                for m in point["messages"]):
-            refuse("messages must be a list of {role: user|assistant|tool, content: text}")
+                for m in record[key]):
+            return f"{key} must be a list of {{role: user|assistant|tool, content: text}}"
+    return ""
+
+
+def read_points(path: str, judge: str) -> list[dict]:
+    """Decision points {id, messages, clarify_expected, ambiguity} from a JSONL file."""
+    def wrong(point):
+        if not {"id", "messages", "clarify_expected"} <= set(point):
+            return "a decision point needs id, messages and clarify_expected"
+        if reason := lacks_messages(point, "messages"):
+            return reason
         if point["clarify_expected"] not in (True, False, None):
-            refuse("clarify_expected must be true, false or null")
+            return "clarify_expected must be true, false or null"
         if judge == "rule" and point["clarify_expected"] is not False and not point.get("ambiguity"):
-            refuse("the rule judge needs `ambiguity`; without it use another judge")
-        points.append({"ambiguity": None, **point})
-    if not points:
-        raise UserError(f"{path} holds no decision point")
-    return points
+            return "the rule judge needs `ambiguity`; without it use another judge"
+        return ""
+    return [{"ambiguity": None, **point} for point in read_jsonl(path, wrong)]
+
+
+def read_examples(path: str, sides: tuple) -> list[dict]:
+    """SFT rows {prompt, completion} or DPO pairs {prompt, chosen, rejected} from a JSONL file. All are message lists; a side is a
+    whole continuation with the messages of user and tools, and its agent messages keep their think."""
+    def wrong(example):
+        if missing := [key for key in ("prompt", *sides) if key not in example]:
+            return f"it has no {missing[0]}; needed are prompt, {', '.join(sides)}"
+        if reason := lacks_messages(example, "prompt", *sides):
+            return reason
+        silent = [side for side in sides if all(m["role"] != "assistant" for m in example[side])]
+        return f"{silent[0]} holds no message of the assistant" if silent else ""
+    return read_jsonl(path, wrong)
 
 
 def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[dict]], int]:
@@ -282,23 +339,84 @@ def points_of_pair(pair: tuple[Scenario, Scenario]) -> list[dict]:
     return decision_points(ambiguous) + decision_points(clear, twin_of=ambiguous.ambiguity)
 
 
-def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
-    """The P decision points of a step, by stage (never by this run's rewards): a function of (seed, step) alone. Each stage is
-    gone through in a random order, then in another."""
-    present = {s: share for s, share in STAGE_SHARES.items() if s in stages}
-    counts = {s: int(settings.prompts * share / sum(present.values())) for s, share in present.items()}
-    counts[next(iter(counts))] += settings.prompts - sum(counts.values())
-    drawn = []
-    for stage, count in counts.items():
-        points = stages[stage]
-        for k in range(step * count, (step + 1) * count):
-            order = list(range(len(points)))
-            random.Random(stream(settings.seed, "order", stage, k // len(points))).shuffle(order)
-            drawn.append(points[order[k % len(points)]])
+def draw(items: list, count: int, step: int, *key) -> list:
+    """The `count` items of a step, a function of (key, step) alone: all are gone through in a random order, then in another."""
+    drawn, k = [], step * count
+    while len(drawn) < count:
+        order = list(range(len(items)))
+        random.Random(stream(*key, k // len(items))).shuffle(order)
+        drawn += [items[i] for i in order[k % len(items):][:count - len(drawn)]]
+        k = step * count + len(drawn)
     return drawn
 
 
-# ------------------------------------------------------------------------------------------------- 3. one GRPO step
+def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
+    """The P decision points of a step, by stage, never by this run's rewards."""
+    present = {s: share for s, share in STAGE_SHARES.items() if s in stages}
+    counts = {s: int(settings.prompts * share / sum(present.values())) for s, share in present.items()}
+    counts[next(iter(counts))] += settings.prompts - sum(counts.values())
+    return [p for stage, count in counts.items() for p in draw(stages[stage], count, step, settings.seed, "order", stage)]
+
+
+def training_examples(settings: Settings, policy: Policy) -> tuple[list[dict], int]:
+    """(SFT rows {completion} or DPO pairs {chosen, rejected}, number dropped because they are too long). A side is a list of
+    (prompt ids, completion ids), one an agent turn; `tokens` counts what is trained: the completions of all sides."""
+    sides = SIDES[settings.method]
+    if settings.data:
+        read = read_examples(settings.data, sides)
+    else:
+        read = {"sft": town_dialogues, "dpo": town_pairs}[settings.method](settings.towns)
+    examples = [{side: turn_rows(policy, e["prompt"], e[side]) for side in sides} for e in read]
+    if settings.method == "sft":  # turn by turn; a DPO trajectory is one thing
+        examples = [{"completion": [row]} for e in examples for row in e["completion"]]
+    examples = [{**e, "tokens": sum(len(completion) for side in sides for _, completion in e[side])} for e in examples]
+    kept = [e for e in examples if all(len(prompt) <= settings.max_prompt and len(completion) <= settings.max_new_tokens
+                                       for side in sides for prompt, completion in e[side])]
+    if not kept:
+        raise UserError(f"nothing to train: none of {len(examples)} examples is within --max-prompt {settings.max_prompt} and "
+                        f"--max-new-tokens {settings.max_new_tokens}")
+    return kept, len(examples) - len(kept)
+
+
+def turn_rows(policy: Policy, prompt: list[dict], continuation: list[dict]) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, completion ids) of every agent turn of a continuation. Histories show what a Dialogue shows, so earlier thinks
+    are gone; the messages of user and tools stand in prompts only and are never trained."""
+    rows, history = [], []
+    for k, m in enumerate([*prompt, *continuation]):
+        text = m["content"]
+        if m["role"] == "assistant":
+            if k >= len(prompt):
+                rows.append((policy.prompt(history), policy.completion(text)))
+            text = shown(parse_turn(text))
+        if text is not None:  # an agent turn that could not be read showed nothing
+            history.append({"role": m["role"], "content": text})
+    return rows
+
+
+def town_dialogues(towns: int) -> list[dict]:
+    """SFT examples from generated towns, in the form of the files: the oracle's dialogues, ambiguous ones and their clear twins."""
+    scenarios = [s for seed in range(towns) for s in scenario_pair(SPLITS["train"] + seed)]
+    told = {s.id: with_thinks(play(s)) for s in scenarios}
+    return [{"id": s.id, "ambiguous": s.ambiguity is not None, "prompt": told[s.id][:1], "completion": told[s.id][1:]} for s in scenarios]
+
+
+def town_pairs(towns: int) -> list[dict]:
+    """DPO pairs from generated towns, in the form of the files: the oracle's dialogue against one that guesses instead of asking
+    and is not corrected. Where they part is where the prompt ends. A guess that succeeds by luck makes no pair."""
+    pairs = []
+    for seed in range(towns):
+        ambiguous, _ = scenario_pair(SPLITS["train"] + seed)
+        careless = play(ambiguous, Oracle(ambiguous.ambiguity, f"{ambiguous.id} 0", ask=0), max_corrections=0)
+        if not goal_record(careless)["success"]:
+            chosen, rejected = with_thinks(play(ambiguous)), with_thinks(careless)
+            same = next(k for k, (a, b) in enumerate(zip(chosen, rejected)) if a != b)
+            pairs.append({"id": ambiguous.id, "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]})
+    lucky = towns - len(pairs)
+    print(f"{lucky} of {towns} careless dialogues ({lucky / towns:.0%}) succeeded by luck and make no pair", flush=True)
+    return pairs
+
+
+# ------------------------------------------------------------------------------------------------- 3. one step: GRPO, SFT, DPO
 
 def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str) -> list[dict]:
     """Parse and reward each completion: {text, turn, question's verdict, format, when, clarify, reward, ...} a row."""
@@ -347,7 +465,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
                 logp_BT, mask_BT = logprobs(rows)
                 old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
 
-    totals = dict.fromkeys(("clip_fraction", "kl_old_new", "entropy", "weight"), 0.0)
+    totals = dict.fromkeys(("clip_fraction", "kl_old_new", "entropy", "weight", "tokens"), 0.0)
     norms = []
     for prompts in updates * settings.epochs:
         rows_all = [b for p in prompts for b in range(p * G, (p + 1) * G)]
@@ -366,17 +484,77 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
                                         (settings.clip_low, settings.clip_high))
             loss.backward()
             totals = {name: value + metrics[name].item() for name, value in totals.items()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip).item()
-        if not math.isfinite(norm):
-            raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact: start again with a lower --lr")
-        norms.append(norm)
-        optimiser.step()
+        norms.append(update(policy, optimiser, settings, step))
 
-    weight = totals.pop("weight") or 1.0
+    trained, weight = int(totals.pop("tokens")), totals.pop("weight") or 1.0
     metrics = {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()},
-               "flat": flat_P.float().mean().item(), "grad_norm": sum(norms) / len(norms), "sample_seconds": sampled,
+               "flat": flat_P.float().mean().item(), "grad_norm": sum(norms) / len(norms), "examples": P * G,
+               "trained_tokens": trained, "sampled_tokens": lengths_B.sum().item(), "sample_seconds": sampled,
                "tokens_per_second": lengths_B.sum().item() / sampled}
     return metrics, rows_B
+
+
+def update(policy: Policy, optimiser, settings: Settings, step: int) -> float:
+    """Clip the gradient and step; the norm before clipping."""
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), settings.grad_clip).item()
+    if not math.isfinite(norm):
+        raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact: start again with a lower --lr")
+    optimiser.step()
+    return norm
+
+
+def sft_step(policy: Policy, optimiser, examples: list[dict], settings: Settings, step: int) -> dict:
+    """Imitate the agent turns of `examples`. Returns metrics."""
+    began, loss_sum = time.time(), 0.0
+    rows = [row for e in examples for row in e["completion"]]
+    lengths_B = torch.tensor([len(completion) for _, completion in rows])
+    weight_B = row_weights(lengths_B, torch.ones(len(rows)), settings.norm, settings.max_new_tokens)
+    optimiser.zero_grad(set_to_none=True)
+    order = sorted(range(len(rows)), key=lambda b: len(rows[b][0]) + len(rows[b][1]))  # those of similar length together
+    for some in (order[k:k + settings.micro_rows] for k in range(0, len(order), settings.micro_rows)):
+        prompts, completions = zip(*(rows[b] for b in some))
+        logp_BT, mask_BT = token_logprobs(policy.model, prompts, completions, settings.temperature, policy.pad_id)
+        loss, _ = sft_loss(logp_BT, mask_BT, weight_B[some].to(logp_BT.device))
+        loss.backward()
+        loss_sum += loss.item()
+    norm, trained = update(policy, optimiser, settings, step), lengths_B.sum().item()
+    return {"loss": loss_sum, "grad_norm": norm, "examples": len(rows), "trained_tokens": trained, "sampled_tokens": 0,
+            "tokens_per_second": trained / (time.time() - began)}
+
+
+def pair_logprobs(policy: Policy, pair: dict, settings: Settings) -> torch.Tensor:
+    """[log-prob of chosen, log-prob of rejected], each the sum over its agent turns, in one pass."""
+    rows = pair["chosen"] + pair["rejected"]
+    logp_BT, mask_BT = token_logprobs(policy.model, *zip(*rows), settings.temperature, policy.pad_id)
+    side_B = torch.tensor([0] * len(pair["chosen"]) + [1] * len(pair["rejected"]), device=logp_BT.device)
+    return trajectory_logprobs(logp_BT, mask_BT, side_B, 2)
+
+
+@torch.no_grad()
+def add_reference(pairs: list[dict], policy: Policy, settings: Settings, done: int) -> None:
+    """The reference of DPO: pair_logprobs under the frozen start for every pair that the steps from `done` on will draw.
+    Computed once, so that no second model stays in memory, and pair by pair as in training, so that the first margin is exactly 0."""
+    from tqdm import tqdm  # comes with transformers
+    start = policy if done == 0 else Policy(settings.model, settings)
+    drawn = {id(p): p for step in range(done, settings.steps) for p in draw(pairs, settings.prompts, step, settings.seed, "order")}
+    for pair in tqdm(drawn.values(), unit="pair", disable=not sys.stderr.isatty(), leave=False):
+        pair["reference"] = pair_logprobs(start, pair, settings)
+
+
+def dpo_step(policy: Policy, optimiser, pairs: list[dict], settings: Settings, step: int) -> dict:
+    """Prefer the chosen dialogues of `pairs` to the rejected ones, more than the start did. Returns metrics."""
+    began, totals = time.time(), {}
+    optimiser.zero_grad(set_to_none=True)
+    for pair in pairs:  # a pair is one term of the loss, so all of its turns go through the model together
+        logp_2, reference_2 = pair_logprobs(policy, pair, settings), pair["reference"]
+        weight_1 = torch.full_like(logp_2[:1], 1 / len(pairs))
+        loss, metrics = dpo_loss(logp_2[:1], logp_2[1:], reference_2[:1], reference_2[1:], weight_1, settings.beta)
+        loss.backward()
+        totals = {name: totals.get(name, 0.0) + value.item() for name, value in {"loss": loss, **metrics}.items()}
+    del totals["weight"]
+    norm, trained = update(policy, optimiser, settings, step), sum(pair["tokens"] for pair in pairs)
+    return {**totals, "grad_norm": norm, "examples": len(pairs), "trained_tokens": trained, "sampled_tokens": 0,
+            "tokens_per_second": trained / (time.time() - began)}
 
 
 def mean(values) -> float | None:
@@ -630,16 +808,18 @@ def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
     if (folder / "settings.json").exists() and not settings.resume:
         raise UserError(f"{folder} holds a run already: continue it with --resume, or name another folder with --out")
     if settings.resume:
-        before = saved_settings(str(folder))
+        before = saved_settings(folder)
         now = dataclasses.asdict(settings)
+        # A comparison keeps its evaluations: they must stay comparable.
+        may_change = MAY_CHANGE - ({"steps", "goals", "repeats", "split", "multiwoz"} if settings.method == "compare" else set())
         changed = [f"--{k.replace('_', '-')} was {before.get(k)}, is {v}" for k, v in now.items()
-                   if k not in MAY_CHANGE and before.get(k) != v]
+                   if k not in may_change and before.get(k) != v]
         if changed:
             raise UserError(f"--resume: the settings differ from those of {folder}: {'; '.join(changed)}")
         for left in (folder / "checkpoints").glob(".part-*"):
             shutil.rmtree(left)
     try:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "settings.json", dataclasses.asdict(settings))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
@@ -655,9 +835,10 @@ class Progress:
         self.total, self.began, self.start = total, time.time(), start
 
     def __call__(self, m: dict) -> None:
-        shown = (("reward", "reward"), ("format", "format"), ("when", "when"), ("clarify", "clarify_over_due"),
-                 ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat"))
-        text = "  ".join(f"{name} {m[key]:.2f}" for name, key in shown if m[key] is not None)
+        figures = (("reward", "reward"), ("format", "format"), ("when", "when"), ("clarify", "clarify_over_due"),
+                   ("asks due", "ask_due"), ("asks clear", "ask_clear"), ("flat", "flat"), ("loss", "loss"), ("margin", "margin"),
+                   ("accuracy", "accuracy"))
+        text = "  ".join(f"{name} {m[key]:.2f}" for name, key in figures if m.get(key) is not None)
         text += f"  {m['tokens_per_second']:.0f} tok/s"
         if self.bar is not None:
             self.bar.set_postfix_str(text)
@@ -669,6 +850,23 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def training_step(settings: Settings, policy: Policy, judge, done: int) -> tuple:
+    """(take_step(optimiser, step) -> (metrics, rows of samples), what is learnt from): the one place where the methods differ."""
+    if settings.method == "grpo":
+        stages, dropped = training_points(settings, policy)
+        about = "decision points " + ", ".join(f"{len(points)} {stage}" for stage, points in stages.items())
+        take_step = lambda optimiser, step: grpo_step(policy, optimiser, draw_points(stages, step, settings), judge, settings, step)
+    else:
+        examples, dropped = training_examples(settings, policy)
+        about = f"{len(examples)} {'agent turns' if settings.method == 'sft' else 'pairs'}"
+        if settings.method == "dpo":
+            add_reference(examples, policy, settings, done)
+        one_step = {"sft": sft_step, "dpo": dpo_step}[settings.method]
+        take_step = lambda optimiser, step: (
+            one_step(policy, optimiser, draw(examples, settings.prompts, step, settings.seed, "order"), settings, step), [])
+    return take_step, f"{about}, {dropped} too long"
 
 
 def train(settings: Settings) -> Path:
@@ -686,9 +884,8 @@ def train(settings: Settings) -> Path:
         load_optimiser(checkpoint, policy, optimiser)
     for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
         cut_back(folder / name, done)
-    stages, dropped = training_points(settings, policy)
-    print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, decision points "
-          + ", ".join(f"{len(points)} {stage}" for stage, points in stages.items()) + f", {dropped} too long", flush=True)
+    take_step, about = training_step(settings, policy, judge, done)
+    print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, {about}", flush=True)
     guard = Guard(policy) if settings.guard_every else None
     if done == 0:
         record_evaluation(policy, judge, settings, folder, 0)
@@ -706,8 +903,8 @@ def train(settings: Settings) -> Path:
     try:
         for step in range(done, settings.steps):
             began = time.time()
-            metrics, rows = grpo_step(policy, optimiser, draw_points(stages, step, settings), judge, settings, step)
-            state["samples_seen"] += len(rows)
+            metrics, rows = take_step(optimiser, step)
+            state["samples_seen"] += metrics["examples"]
             metrics = {"step": step + 1, "samples_seen": state["samples_seen"], **metrics}
             if guard and (step + 1) % settings.guard_every == 0:
                 metrics |= guard()
@@ -757,7 +954,139 @@ def print_evaluations(folder: Path) -> None:
         print(f"{label:<28}{show(a):>10}{show(b):>10}{'-' if None in (a, b) else f'{b - a:+.3f}':>10}")
 
 
-# ------------------------------------------------------------------------------------------------- 6. the commands
+# ------------------------------------------------------------------------------------------------- 6. the comparison
+
+# Row of the table: method, and its files in the data folder. SpeakRL first: the tokens it trains are the measure of the others.
+COMPARED = {"SpeakRL": ("grpo", "points.jsonl"), "DPO": ("dpo", "dpo.jsonl"), "SFT, with twins": ("sft", "sft.jsonl", "sft_twins.jsonl"),
+            "SFT": ("sft", "sft.jsonl"), "base": ("",)}
+COLUMNS = {"success": "success, Avg@{}", "turns": "turns", "success_ambiguous": "success, ambiguous", "success_clear": "success, clear",
+           "success_uncorrected_ambiguous": "uncorrected, ambiguous", "success_uncorrected_clear": "uncorrected, clear",
+           "ask_rate_ambiguous": "asks, ambiguous", "ask_rate_clear_plain": "asks, plain twin", "ask_rate_clear_db": "asks, database twin",
+           "questions_per_dialogue": "questions", "wrong_bookings": "wrong bookings", "success_train": "success where trained",
+           "trained_tokens": "trained tokens", "sampled_tokens": "sampled tokens", "seconds": "seconds"}
+PAIRED = {"success": "success", "uncorrected": "uncorrected", "turns": "turns", "asked": "asks", "wrong_bookings": "wrong bookings"}
+
+
+def compare(settings: Settings) -> None:
+    """`compare`: from one base and one data set, every method with equal numbers of trained tokens and every seed; the table in
+    compare.md and compare.json. What was done is not done again: training resumes, each evaluation lies in a file."""
+    settings, folder, _ = open_run(settings)
+    data = Path(settings.data) if settings.data else write_town_data(folder / "data", settings.towns)
+    for file in (file for _, *files in COMPARED.values() for file in files):
+        if not (data / file).exists():
+            raise UserError(f"--data {data} holds no {file}; make such a folder with python speakrl.py data")
+    rows: dict[str, list[dict]] = {name: [] for name in reversed(COMPARED)}
+    for seed in range(settings.seeds):
+        for name in COMPARED:
+            budget = rows["SpeakRL"][seed]["trained_tokens"] if name != "SpeakRL" else 0
+            figures = compare_one(name, budget, folder, data, dataclasses.replace(settings, seed=seed))
+            if figures is None:
+                print(f"go on with: python speakrl.py compare --resume --out {folder}", flush=True)
+                return
+            rows[name].append(figures)
+    dialogues = {name: [r for figures in some for r in figures["dialogues"]] for name, some in rows.items()}
+    ours = dialogues.pop("SpeakRL")
+    result = {"rows": {name: {key: mean([figures.get(key) for figures in some]) for key in COLUMNS} for name, some in rows.items()},
+              "speakrl_minus": {name: {key: paired(theirs, ours, key)[2:] for key in PAIRED} for name, theirs in dialogues.items()}}
+    write_json(folder / "compare.json", result)
+    (folder / "compare.md").write_text(comparison_table(result, settings))
+    print("\n" + comparison_table(result, settings), flush=True)
+
+
+def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Settings) -> dict | None:
+    """Train one row of the table with one seed (on `budget` tokens, 0: --steps) and evaluate it. Returns the figures, from their
+    file if they are there already; None if training was interrupted."""
+    method, *files = COMPARED[name]
+    run = folder / f"{name.replace(',', '').replace(' ', '-').lower()}-{settings.seed}"
+    path, training = run.with_suffix(".json"), {"trained_tokens": 0, "sampled_tokens": 0, "seconds": 0.0}
+    if path.exists():
+        return json.loads(path.read_text())
+    if method:
+        file = data / files[0]
+        if files[1:]:  # joined in one file
+            file = run.with_suffix(".jsonl")
+            file.write_text("".join((data / part).read_text().rstrip("\n") + "\n" for part in files))
+        unset = {k: v for k, v in DEFAULTS.get(method, {}).items() if getattr(settings, k) == getattr(Settings, k)}
+        own = dataclasses.replace(settings, **unset, method=method, data=str(file), out=str(run), goals=min(10, settings.goals),
+                                  resume=(run / "settings.json").exists())
+        if budget:
+            own = dataclasses.replace(own, steps=steps_for(budget, own))
+        train(own)
+        if newest_checkpoint(str(run)) != str(run / "checkpoints" / f"step-{own.steps:06d}"):
+            return None
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            training = {key: value + json.loads(line)[key] for key, value in training.items()}
+    print(f"\nevaluating {name}, seed {settings.seed}, on {settings.split} ...", flush=True)
+    policy, judge = Policy(str(run) if method else settings.model, settings), make_judge(settings)
+    figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
+    if method == "sft":  # the paper says that SFT overfits: how does it do on the towns it was trained on?
+        seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns), multiwoz="")
+        figures["success_train"] = evaluate(policy, judge, evaluation_scenarios(seen), seen)[0]["success"]
+    write_json(path, {**training, **figures})
+    return {**training, **figures}
+
+
+def steps_for(tokens: int, settings: Settings) -> int:
+    """How many steps of SFT or DPO train `tokens` tokens: counted beforehand, for the order is a function of seed and step."""
+    examples, _ = training_examples(settings, Policy(settings.model, settings))
+    steps = 0
+    while tokens > 0:
+        tokens -= sum(e["tokens"] for e in draw(examples, settings.prompts, steps, settings.seed, "order"))
+        steps += 1
+    return steps
+
+
+def write_town_data(folder: Path, towns: int) -> Path:
+    """The data folder of a comparison on generated towns: the same towns as decision points, SFT rows and DPO pairs."""
+    if not folder.exists():
+        points = [p for seed in range(towns) for p in points_of_pair(scenario_pair(SPLITS["train"] + seed))]
+        dialogues = town_dialogues(towns)
+        files = {"points.jsonl": points, "sft.jsonl": [e for e in dialogues if e["ambiguous"]],
+                 "sft_twins.jsonl": [e for e in dialogues if not e["ambiguous"]], "dpo.jsonl": town_pairs(towns)}
+        part = folder.with_name(".part-data")
+        part.mkdir(exist_ok=True)
+        for name, records in files.items():
+            (part / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+        os.replace(part, folder)  # whole or not at all
+    return folder
+
+
+def comparison_table(result: dict, settings: Settings) -> str:
+    """Markdown: the figures of every row, and what SpeakRL changes against each."""
+    def table(head, rows):
+        return "".join("| " + " | ".join(cells) + " |\n" for cells in [["", *head], ["---"] * (len(head) + 1), *rows])
+
+    def show(key, value):
+        return "-" if value is None else f"{value:,.0f}" if key in ("trained_tokens", "sampled_tokens", "seconds") else f"{value:.3f}"
+
+    where = settings.multiwoz or f"{settings.goals} ambiguous goals and their twins"
+    return (f"{settings.model} on {where}, {settings.split}; means over seeds 0 to {settings.seeds - 1}, {settings.repeats} dialogue(s) a "
+            "goal and seed. `uncorrected` is success without a correction by the user.\n\n"
+            + table([label.format(settings.repeats) for label in COLUMNS.values()],
+                    [[name, *(show(key, value) for key, value in row.items())] for name, row in result["rows"].items()])
+            + "\nSpeakRL minus the row, paired by goal, with 95 % intervals:\n\n"
+            + table(PAIRED.values(), [[name, *(f"{change:+.3f} ± {half:.3f}" for change, half in row.values())]
+                                      for name, row in result["speakrl_minus"].items()])
+            + "\nA difference smaller than its interval is not resolved; the paper's 0.44 points between SpeakRL and DPO would need one "
+            "below 0.004.\n")
+
+
+def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, float, float, float]:
+    """(mean before, mean after, change, half its 95 % interval) of dialogue records, paired by goal. Seeds and repeats are
+    averaged within a goal, so the interval speaks of other goals, not of other seeds."""
+    def by_goal(records):
+        goals: dict[str, list[float]] = {}
+        for r in records:
+            if r[key] is not None:
+                goals.setdefault(r["id"], []).append(float(r[key]))
+        return {goal: mean(values) for goal, values in goals.items()}
+    a, b = by_goal(before), by_goal(after)
+    changes = [b[goal] - a[goal] for goal in a if goal in b]
+    spread = math.sqrt(sum((c - mean(changes)) ** 2 for c in changes) / max(len(changes) - 1, 1) / len(changes))
+    return mean(a.values()), mean(b.values()), mean(changes), 1.96 * spread
+
+
+# ------------------------------------------------------------------------------------------------- 7. the commands
 
 def make_judge(settings: Settings):
     """The judge by name; a judge is any callable judge(items) -> verdicts."""
@@ -796,11 +1125,30 @@ def run_chat(settings: Settings) -> None:
     print("\nThe whole dialogue, with what you did not see:\n" + transcript(dialogue))
 
 
+def run_data(settings: Settings) -> None:
+    """`data`: SpeakER and SpeakER-DPO from generated towns or the training goals of --multiwoz, into --out; prints the statistics."""
+    from tqdm import tqdm  # comes with transformers
+    from data.build import build, report
+    from data.multiwoz import DataError
+    out = settings.out or "runs/speaker"
+    try:
+        with tqdm(total=settings.n, unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
+            statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n))
+    except DataError as error:
+        raise UserError(f"--multiwoz: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error}") from error
+    print(f"{out}:\n{report(statistics)}")
+
+
+COMMANDS = {"train": train, "eval": run_eval, "data": run_data, "compare": compare, "chat": run_chat}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; mistakes of the user come back as one line and exit code 2."""
     try:
         command, settings = parse_settings(sys.argv[1:] if argv is None else argv)
-        {"train": train, "eval": run_eval, "chat": run_chat}[command](settings)
+        COMMANDS[command](settings)
     except UserError as error:
         print(f"speakrl: {error}", file=sys.stderr)
         return 2

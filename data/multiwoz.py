@@ -1,8 +1,10 @@
 """Real MultiWOZ as scenarios: database and goals from a folder that the user names, worded like the generated towns.
 
-Two layouts are read: a release (data.json, valListFile and testListFile as .txt or .json, *_db.json), and goals alone
-(goals_val.json, goals_test.json, *_db.json); the tables lie in the folder or in its db/.
-Left out: downloading, the dialogues with their states and acts, and MultiWOZ itself: none of it is in this repository.
+Two layouts are read, from a folder or a zip, there also from the one sub-folder that holds them: a release (data.json, valListFile
+and testListFile as .txt or .json, *_db.json), and goals alone (goals_val.json, goals_test.json, *_db.json; dialogues, if any,
+in */data_*.json); the tables lie in the folder or in its db/.
+Left out: downloading, the states and acts of the dialogues (goals, texts and tables are the same in 2.1 and 2.4, states are
+what 2.4 corrects), and MultiWOZ itself: none of it is in this repository.
 
 Where this departs from the usual use of MultiWOZ:
 1. Only `info` and `book` are voiced. `fail_info` and `fail_book` are not: no booking fails here, and nothing has to be
@@ -20,6 +22,8 @@ import hashlib
 import json
 import random
 import re
+import zipfile
+import zlib
 from pathlib import Path
 
 from env import BOOK_SLOTS, FIELDS, TIMES, VENUES, Database, Scenario, normalise
@@ -39,11 +43,12 @@ def load_database(folder: str | Path) -> Database:
 
     Rows keep their text fields; names are lower-cased (one of the release has capitals). Raises DataError.
     """
-    return Database({domain: _table(folder, domain) for domain in FIELDS})
+    root = open_folder(folder)
+    return Database({domain: _table(root, domain) for domain in FIELDS})
 
 
-def _table(folder: str | Path, domain: str) -> list[dict]:
-    path = _find(folder, f"db/{domain}_db.json", f"{domain}_db.json")
+def _table(root: Path | zipfile.Path, domain: str) -> list[dict]:
+    path = _find(root, f"db/{domain}_db.json", f"{domain}_db.json")
     rows = _read_json(path, list)
     for i, row in enumerate(rows):
         for slot in FIELDS[domain]:
@@ -68,11 +73,12 @@ def load_goals(folder: str | Path, split: str) -> dict[str, dict]:
     if split not in ("train", "valid", "test"):
         raise DataError(f"MultiWOZ has no split {split!r}; its splits are train, valid, test")
     name = {"valid": "goals_val.json"}.get(split, f"goals_{split}.json")
-    if (Path(folder) / "data.json").exists():
-        path = Path(folder) / "data.json"
-        raw = _release_goals(path, split)
+    root = open_folder(folder)
+    if (root / "data.json").is_file():
+        path = root / "data.json"
+        raw = {key: dialogue["goal"] for key, dialogue in _release(root, split, "goal").items()}
     else:
-        path = _find(folder, name, "data.json")
+        path = _find(root, name, "data.json")
         raw = _read_json(path, dict)
     return {key: _clean_goal(goal, f"{path}: goal {key}") for key, goal in sorted(_with_suffix(raw).items())}
 
@@ -82,19 +88,48 @@ def _with_suffix(by_id: dict) -> dict:
     return {ids[key]: value for key, value in by_id.items() if ids[key] != NO_DIALOGUE}
 
 
-def _release_goals(path: Path, split: str) -> dict[str, dict]:
-    dialogues, listed = _with_suffix(_read_json(path, dict)), {}
-    for part, stem in (("valid", "valListFile"), ("test", "testListFile")):
-        ids_file = _find(path.parent, f"{stem}.txt", f"{stem}.json")  # an id a line and no JSON, whatever its name says
+def _release(root: Path | zipfile.Path, split: str, part: str) -> dict[str, dict]:
+    """The dialogues of a split of data.json, each of which must hold `part`: "goal" or "log"."""
+    path, listed = root / "data.json", {}
+    dialogues = _with_suffix(_read_json(path, dict))
+    for name, stem in (("valid", "valListFile"), ("test", "testListFile")):
+        ids_file = _find(root, f"{stem}.txt", f"{stem}.json")  # an id a line and no JSON, whatever its name says
         lines = ids_file.read_text(encoding="utf-8", errors="replace").split()
-        listed[part] = _with_suffix(dict.fromkeys(lines)).keys()
+        listed[name] = _with_suffix(dict.fromkeys(lines)).keys()
     ids = listed[split] if split in listed else dialogues.keys() - listed["valid"] - listed["test"]
     if unknown := sorted(ids - dialogues.keys()):
         raise DataError(f"{path}: lacks {len(unknown)} of {len(ids)} dialogues that the list of {split} names, first "
                         f"{unknown[0]}")
-    if broken := sorted(i for i in ids if not isinstance(dialogues[i], dict) or "goal" not in dialogues[i]):
-        raise DataError(f"{path}: dialogue {broken[0]} has no goal")
-    return {i: dialogues[i]["goal"] for i in ids}
+    if broken := sorted(i for i in ids if not isinstance(dialogues[i], dict) or part not in dialogues[i]):
+        raise DataError(f"{path}: dialogue {broken[0]} has no {part}")
+    return {i: dialogues[i] for i in ids}
+
+
+def load_dialogues(folder: str | Path, split: str) -> dict[str, list[tuple[str, str]]]:
+    """{id: [("user" or "system", text), ...]} of a split, sorted by id, white space collapsed; {} where a folder of goals has
+    no */data_*.json that holds any. Raises DataError."""
+    root = open_folder(folder)
+    if (root / "data.json").is_file():
+        found, where = _release(root, split, "log"), root / "data.json"
+    else:
+        pieces = sorted((path for sub in root.iterdir() if sub.is_dir() for path in sub.iterdir()
+                         if re.fullmatch(r"data_\d+\.json", path.name)), key=str)
+        goals, where = load_goals(folder, split) if pieces else {}, root
+        found = {key: d for path in pieces for key, d in _with_suffix(_read_json(path, dict)).items() if key in goals}
+    dialogues = {}
+    for key, dialogue in sorted(found.items()):
+        try:
+            texts = [" ".join(turn["text"].split()) for turn in dialogue["log"]]
+        except (KeyError, TypeError, AttributeError):
+            raise DataError(f"{where}: dialogue {key} has no log of turns with a text") from None
+        dialogues[key] = [("system" if k % 2 else "user", text) for k, text in enumerate(texts)]
+    return dialogues
+
+
+def human_turns(folder: str | Path) -> list[list[str]]:
+    """What people said as users in the dialogues at hand (validation, else test), by dialogue."""
+    dialogues = load_dialogues(folder, "valid") or load_dialogues(folder, "test")
+    return [[text for role, text in dialogue if role == "user"] for dialogue in dialogues.values() if dialogue]
 
 
 def _clean_goal(goal: dict, where: str) -> dict:
@@ -161,19 +196,34 @@ def _taxi_ends(goal: dict) -> dict[str, str]:
     return dict(zip(("departure", "destination"), places))
 
 
-def _find(folder: str | Path, *names: str) -> Path:
+def open_folder(folder: str | Path) -> Path | zipfile.Path:
+    """The place of the files: a folder, or a zip's top or its only sub-folder with files of MultiWOZ. Raises DataError."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    if not Path(folder).exists():
+        raise DataError(f"{folder}: no such folder or zip")
+    try:
+        top = zipfile.Path(folder)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{folder}: neither a folder nor a zip ({error})") from None
+    known = lambda place: any(path.name in ("data.json", "goals_val.json") for path in place.iterdir())
+    subs = [place for place in top.iterdir() if place.is_dir() and known(place)]
+    return subs[0] if len(subs) == 1 and not known(top) else top
+
+
+def _find(root: Path | zipfile.Path, *names: str) -> Path | zipfile.Path:
     """The first of the files that exists."""
     for name in names:
-        if (Path(folder) / name).is_file():
-            return Path(folder) / name
-    missing = f"no {' and no '.join(names)} in it" if Path(folder).is_dir() else "no such folder"
-    raise DataError(f"{folder}: {missing}")
+        if (root / name).is_file():
+            return root / name
+    raise DataError(f"{root}: no {' and no '.join(names)} in it")
 
 
-def _read_json(path: Path, kind: type) -> list | dict:
+def _read_json(path: Path | zipfile.Path, kind: type) -> list | dict:
+    """The content of a JSON file, a filled list or object; DataError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, zipfile.BadZipFile, zlib.error) as error:  # no JSON, no UTF-8, or damaged inside the zip
         raise DataError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, kind) or not content:
         raise DataError(f"{path}: expected a filled JSON {'object' if kind is dict else 'list'}")

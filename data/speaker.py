@@ -3,7 +3,7 @@
 The oracle sees only what an agent sees (the visible history; plus, to know when to ask, the annotation without its value).
 It reads users with `towns.read_request`, so it plays generated towns and real MultiWOZ goals alike.
 
-Left out here: the full SpeakER data set, its filters and SpeakER-DPO.
+The full SpeakER data set, its filters and SpeakER-DPO are made from these pieces in build.py.
 """
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ class Belief:
     booked_with: dict = field(default_factory=dict)     # and its arguments
 
 
-def read_history(history: list[dict]) -> Belief:
-    """Follow the dialogue message by message; a new request starts a new belief."""
+def read_history(history: list[dict], ambiguities: list[dict] = ()) -> Belief:
+    """Follow the dialogue message by message; a new request starts a new belief. An answer is understood by the rows that the
+    latest result shows, and by the candidates of `ambiguities`, for a result shows five rows at most."""
     belief = Belief()
     for i, m in enumerate(history):
         belief.result = None
@@ -87,7 +88,7 @@ def read_history(history: list[dict]) -> Belief:
             if domain:
                 belief = Belief(domain, read_request(m["content"], domain), m["content"])
             else:
-                _read_answer(belief, m["content"], history[i - 1]["content"])
+                _read_answer(belief, m["content"], history[i - 1]["content"], ambiguities)
             belief.any_will_do |= bool(ANY_PATTERN.search(m["content"]))
         elif m["role"] == "tool":
             belief.result = json.loads(m["content"])
@@ -104,7 +105,7 @@ def read_history(history: list[dict]) -> Belief:
     return belief
 
 
-def _read_answer(belief: Belief, answer: str, question: str) -> None:
+def _read_answer(belief: Belief, answer: str, question: str, ambiguities: list[dict]) -> None:
     low, rows = answer.lower(), belief.rows or []
     text = question if low.startswith("yes") else low
     venues = named(text, [row["name"] for row in rows if "name" in row])
@@ -112,7 +113,8 @@ def _read_answer(belief: Belief, answer: str, question: str) -> None:
         belief.said["name"] = venues[0]
     else:
         for slot in FIELDS.get(belief.domain, ()):
-            values = [v for v in dict.fromkeys(row.get(slot) for row in rows) if v and slot not in ("name", "day")]
+            known = [c for a in ambiguities if (a["domain"], a["slot"]) == (belief.domain, slot) for c in a["candidates"]]
+            values = [v for v in dict.fromkeys([row.get(slot) for row in rows] + known) if v and slot not in ("name", "day", "arriveBy", "internet", "parking")]
             if len(values) > 1 and len(found := named(text, values)) == 1:
                 belief.said.pop("name", None)
                 belief.said[slot] = found[0]
@@ -132,10 +134,12 @@ def _read_answer(belief: Belief, answer: str, question: str) -> None:
 class Oracle:
     """A scripted agent: `oracle(history) -> text` of one well-formed turn. Asks the annotated question when it is due and
     acts on the answer. `ask` is the probability of asking when due (1 = the oracle, 0 = the careless agent, which then
-    guesses one of the candidates)."""
+    guesses one of the candidates). `further`: the ambiguities of other requests, at most one a domain; `self.ambiguity` is
+    that of the request in play. `rich`: questions in many more words."""
 
-    def __init__(self, ambiguity: dict | None = None, seed: str = "", ask: float = 1.0):
-        self.ambiguity, self.ask, self.rng = ambiguity, ask, random.Random(f"oracle {seed}")
+    def __init__(self, ambiguity: dict | None = None, seed: str = "", ask: float = 1.0, further: tuple = (), rich: bool = False):
+        self.ambiguity, self.ask, self.rng, self.rich = ambiguity, ask, random.Random(f"oracle {seed}"), rich
+        self.ambiguities = [ambiguity, *further] if ambiguity else []
 
     def __call__(self, history: list[dict]) -> str:
         think, action = self.act(history)
@@ -143,11 +147,14 @@ class Oracle:
 
     def act(self, history: list[dict]) -> tuple[str, str]:
         """(think, action text) of the next turn."""
-        belief, due = read_history(history), clarify_due(history, self.ambiguity)
+        belief = read_history(history, self.ambiguities)
+        self.ambiguity = next((a for a in self.ambiguities if a["domain"] == belief.domain), None)
+        due = clarify_due(history, self.ambiguity)
         asks = due and self.rng.random() < self.ask
         if asks:
+            word = word_rich_question if self.rich else word_question
             return (word_think("ask", belief, self.ambiguity, 2, self.rng),
-                    f"<clarify>{word_question(self.ambiguity, belief, self.rng.choice((2, 3, 3)), self.rng)}</clarify>")
+                    f"<clarify>{word(self.ambiguity, belief, self.rng.choice((2, 3, 3)), self.rng)}</clarify>")
         kind, action = self.decide(belief)
         return word_think(kind, belief, self.ambiguity if due else None, self.rng.choice((0, 1, 2)), self.rng), action
 
@@ -194,7 +201,7 @@ SLOT_QUESTIONS = {"name": ("Which branch?", "Which branch do you mean?", "Which 
                   "area": ("Which area?", "Which area would you like?", "In which part of town?"),
                   "pricerange": ("Which price range?", "Which price range would you like?"),
                   "food": ("Which food?", "What kind of food would you like?"),
-                  "stars": ("How many stars?", "How many stars should it have?"),
+                  "type": ("Which type?", "What type of place?"), "stars": ("How many stars?", "How many stars should it have?"),
                   "people": ("How many people?", "How many people will it be?", "How many of you are coming?"),
                   "day": ("Which day?", "Which day exactly?", "On which day?"), "time": ("What time?", "At what time exactly?"),
                   "stay": ("How many nights?", "How many nights exactly?"),
@@ -237,6 +244,58 @@ def word_question(ambiguity: dict, belief: Belief, level: int, rng: random.Rando
                            f"{ask} for the {noun}: {options}?"))
     noun = NOUNS[domain]
     return rng.choice((f"{ask} for the {noun}: {options}?", f"For the {noun}, {ask[0].lower()}{ask[1:]}: {options}?"))
+
+
+RICH_QUESTIONS = {  # to be followed by the choices
+    "name": ("Which branch do you mean", "Which branch would you like", "Which branch should I take", "Which one of them do you have in mind",
+             "Which place do you mean", "Which of these places is the right one", "Which place would you like", "Which branch shall it be", "Can you tell me which branch"),
+    "area": ("Which area would you like", "In which part of town should it be", "Which area suits you", "Which part of town do you prefer",
+             "Where in town should it be", "Which area do you have in mind", "Could you tell me which area"),
+    "pricerange": ("Which price range would you like", "What price range do you have in mind", "Which price range suits you",
+                   "What is your budget", "Could you tell me the price range", "Which price range should it be"),
+    "food": ("What kind of food would you like", "Which food do you prefer", "Which cuisine would you like", "What food are you thinking of",
+             "Which kind of food should it be", "Could you tell me which food"),
+    "type": ("Which type would you like", "What type of place should it be", "Which kind do you prefer", "Could you tell me which type"),
+    "stars": ("How many stars should it have", "How many stars would you like", "Which star rating do you want", "Could you tell me how many stars"),
+    "people": ("How many people will it be", "How many of you are coming", "How many people are you", "How many people should I book for",
+               "How many people is it for", "Could you tell me how many people"),
+    "day": ("Which day do you mean", "On which day exactly", "Which day should I book", "What day shall it be", "Which day suits you",
+            "Could you tell me which day"),
+    "time": ("At what time exactly", "What time would you like", "What time suits you", "Which time should I book", "What time shall it be",
+             "Could you tell me what time"),
+    "stay": ("How many nights exactly", "How many nights will you stay", "How many nights should I book", "How many nights shall it be",
+             "Could you tell me how many nights"),
+    "leaveAt": ("What time do you want to leave", "Which train do you want, leaving at what time", "When would you like to leave",
+                "What time should the train leave", "Could you tell me what time you want to leave")}
+_FRAMES = ("{ask}: {options}?", "{ask}, {options}?", "{ask}: is it {options}?")
+_LEADS = {"branch": ("There are {total} that match {base}.", "I see {total} places by the name of {base}.", "{base} could be {total} places.",
+                     "More than one place is called {base}."),
+          "underspecified": ("I found {total} {wishes} {noun}s.", "Several {noun}s match.", "{total} {noun}s fit what you said.",
+                             "More than one {noun} fits.", "I have {total} {noun}s for you.", "That leaves {total} {noun}s."),
+          "vague": ("That could mean several things.", "Let me be exact with your {noun}.", "One thing about the {noun} before I book it.",
+                    "Just so that I book the right thing.", "I would like to get the {noun} right."),
+          "reference": ("You mentioned more than one day.", "There is more than one day that you could mean.", "Two days came up so far.",
+                        "I am not sure which day you refer to with the {noun}."),
+          "contradiction": ("You told me two different things.", "I heard two things about the {noun}.", "These do not go together.",
+                            "I want to be sure about the {noun}.", "You said both.")}
+
+
+def word_rich_question(ambiguity: dict, belief: Belief, level: int, rng: random.Random) -> str:
+    """As `word_question` at levels 2 and 3, in many more words. Of more than five candidates it names those on show."""
+    slot, candidates, base = ambiguity["slot"], ambiguity["candidates"], belief.said.get("name", "")
+    if len(candidates) > 5:
+        candidates = list(dict.fromkeys(row[slot] for row in belief.rows or [] if row.get(slot) in candidates)) or candidates
+    if slot == "name" and rng.random() < 0.7 and all(c.startswith(base + " ") for c in candidates):
+        candidates = [c.removeprefix(base + " ") for c in candidates]
+    asks = [ask for ask in RICH_QUESTIONS[slot] if slot != "name" or " " in base or "branch" not in ask]  # one word: different places
+    question = rng.choice(_FRAMES[:1] * 4 + _FRAMES).format(ask=rng.choice(asks), options=alternatives(candidates))
+    if level == 2:
+        return question
+    wishes = " ".join(v for s, v in belief.said.items() if s in ("pricerange", "food", "type")) or "such"
+    noun = NOUNS[ambiguity["domain"]] if ambiguity["kind"] != "underspecified" else {"restaurant": "restaurant", "hotel": "place"}.get(
+        ambiguity["domain"], "train")
+    lead = rng.choice(_LEADS[ambiguity["kind"]]).format(total=belief.total, base=base, wishes=wishes, noun=noun)
+    return f"{lead[0].upper()}{lead[1:]} {question}"
 
 
 DONE = ("All information is there.", "I can go ahead.", "Nothing is missing.", "Everything is clear.")
@@ -292,25 +351,31 @@ def word_found(domain: str, row: dict, rng: random.Random) -> str:
 
 # ------------------------------------------------------------------------------------------------- decision points
 
-def play(scenario: Scenario, agent=None, seed: int = 0, max_corrections: int = 2) -> Dialogue:
+def play(scenario: Scenario, agent=None, seed: int = 0, max_corrections: int = 2, user: type = ScriptedUser) -> Dialogue:
     """One dialogue of the scenario's scripted user with `agent(history) -> text`, by default the oracle."""
-    agent = agent or Oracle(scenario.ambiguity, f"{scenario.id} {seed}")
-    dialogue = start_dialogue(scenario, ScriptedUser(scenario, seed, max_corrections), seed)
+    agent = agent or Oracle(scenario.ambiguity, f"{scenario.id} {seed}", further=scenario.further)
+    dialogue = start_dialogue(scenario, user(scenario, seed, max_corrections), seed)
     return run_dialogues(lambda histories: [agent(h) for h in histories], [dialogue])[0]
 
 
 def decision_points(scenario: Scenario, twin_of: dict | None = None) -> list[dict]:
-    """Every agent turn of the oracle's dialogue as a decision point {id, goal_id, messages, clarify_expected, ambiguity,
-    twin_id, twin_kind, stage}. `stage` is "ask" where a question is due, "answered" right after, "twin" where it would be due in
-    the ambiguous twin (whose annotation is `twin_of`), "other" elsewhere; training draws by stage, never by this run's rewards."""
-    dialogue, points = play(scenario), []
+    """`points_of` the oracle's dialogue."""
+    return points_of(play(scenario), [twin_of] if twin_of else [])
+
+
+def points_of(dialogue: Dialogue, twin_of: list[dict] = ()) -> list[dict]:
+    """Every agent turn of a dialogue as a decision point {id, goal_id, messages, clarify_expected, ambiguity, twin_id, twin_kind,
+    stage}. `stage` is "ask" where a question is due, "answered" right after, "twin" where it would be due in the ambiguous twin
+    (whose annotations are `twin_of`), "other" elsewhere; training draws by stage, never by this run's rewards. Of several ambiguities a point
+    keeps the one that is due, or the first."""
+    scenario, points = dialogue.scenario, []
     for k, (length, _, _) in enumerate(dialogue.steps):
         history = dialogue.messages[:length]
-        due = clarify_due(history, scenario.ambiguity)
-        stage = "ask" if due else "answered" if points and points[-1]["stage"] == "ask" else "twin" if (
-            twin_of is not None and _twin_spot(history, twin_of)) else "other"
-        points.append({"id": f"{scenario.id}#{k}", "goal_id": scenario.id, "messages": history, "clarify_expected": due,
-                       "ambiguity": scenario.ambiguity, "twin_id": scenario.twin_id, "twin_kind": scenario.twin_kind,
+        due = next((a for a in scenario.ambiguities if clarify_due(history, a)), None)
+        stage = "ask" if due else "answered" if points and points[-1]["stage"] == "ask" else "twin" if any(
+            _twin_spot(history, a) for a in twin_of) else "other"
+        points.append({"id": f"{scenario.id}#{k}", "goal_id": scenario.id, "messages": history, "clarify_expected": due is not None,
+                       "ambiguity": due or scenario.ambiguity, "twin_id": scenario.twin_id, "twin_kind": scenario.twin_kind,
                        "stage": stage})
     return points
 
@@ -321,3 +386,14 @@ def _twin_spot(history: list[dict], ambiguity: dict) -> bool:
         return history[-1]["role"] == "user" and request_domain(history[-1]["content"]) == ambiguity["domain"]
     belief = read_history(history)
     return belief.domain == ambiguity["domain"] and "rows" in (belief.result or {})
+
+
+def with_thinks(dialogue: Dialogue) -> list[dict]:
+    """The messages of a dialogue, with the agent's turns as they were written."""
+    written, messages = {length: text for length, text, _ in dialogue.steps}, []
+    for k, m in enumerate(dialogue.messages):
+        if k in written:
+            messages.append({"role": "assistant", "content": written[k]})
+        if m["role"] != "assistant":  # every agent message is shown by a step
+            messages.append(m)
+    return messages

@@ -13,7 +13,7 @@ import hashlib
 import random
 import re
 
-from env import AREAS, BOOK_SLOTS, DAYS, PRICES, Database, Scenario
+from env import AREAS, BOOK_SLOTS, DAYS, PRICES, VENUES, Database, Scenario
 
 SPLITS = {"train": 0, "valid": 10**6, "test": 2 * 10**6, "test-new-words": 3 * 10**6}  # first seed of each
 KINDS = ("branch", "underspecified", "vague", "reference", "contradiction")
@@ -101,49 +101,153 @@ HEADS = {"restaurant": {"name": ("I need a table at {}", "Book a table at {}", "
 ALSO = ("Also, {}", "And {}", "Next, {}", "{}")
 ANY = ("Any of them is fine.", "I don't mind which one.", "Whichever you find first is fine.", "Any will do.")
 ANY_PATTERN = re.compile(r"any of (?:them|those)|don't mind|whichever|any will do|any one|no preference", re.I)
+DETAILS = ("That is", "It is", "Make it", "The details:")
+PLAIN = {"phrases": PHRASES, "from_day": FROM_DAY, "heads": HEADS, "also": ALSO, "any": ANY, "details": DETAILS}
+
+# The rich wording, for SpeakER: the same parts, more ways to say them, greetings, other orders. What is not a slot must say
+# nothing that `read_request` would read: no digit, no day or area, no "a" or "an", no word for a venue, no "from" or "to".
+_LEADS = ("I need", "We need", "I am looking for", "We are looking for", "Find me", "Find us", "Please find", "Please find me",
+          "Can you find", "Can you find me", "Could you find us", "Can you get us", "Could you get me", "Please get us",
+          "I would like to get", "We would like to get", "I would like to book", "We would like to book", "I want to book",
+          "We want to book", "Book", "Please book", "Book me", "Can you book", "Could you book us", "Please reserve", "Can you reserve",
+          "I would like to reserve", "Help me find", "Please help us find", "I am trying to find", "We are hoping to find",
+          "Is there any way to get", "Would you book", "Would you find us", "I have to find", "We still need", "What I need is")
+
+
+def _led(*rest: str) -> tuple[str, ...]:
+    return tuple(f"{lead} {end}" for lead in _LEADS for end in rest)
+
+
+_VISIT = ("I would like to visit {}", "We would like to visit {}", "I want to visit {}", "We want to visit {}", "We are looking forward to visiting {}",
+          "I need to visit {}", "My friends want to visit {}")
+RICH = {
+    "phrases": {"people": PHRASES["people"] + ("for a group of {}", "there will be {} of us", "party of {}", "we will be {} people"),
+                "day": ("on {}", "this {}", "{}", "for {}", "coming {}", "it has to be {}"),
+                "time": ("at {}", "at {} sharp", "for {}", "starting at {}", "{} if possible"),
+                "stay": PHRASES["stay"] + ("for {} nights in all", "{} nights in total", "we stay {} nights"),
+                "leaveAt": PHRASES["leaveAt"] + ("leaving no earlier than {}", "departing after {}", "departing at {} or later"),
+                "arriveBy": PHRASES["arriveBy"] + ("arriving before {}", "arriving no later than {}", "we have to be there by {}")},
+    "from_day": FROM_DAY + ("from {} onwards", "we come on {}", "checking in on {}"),
+    "heads": {"restaurant": {"name": _led("a table at {}") + ("We would like to eat at {}", "I would like to eat at {}", "We want to eat at {}",
+                                                             "I want to eat at {}", "My friends want to eat at {}"),
+                             "wish": _led("{}") + ("We would like to try {}", "We want to try {}")},
+              "hotel": {"name": _led("a room at {}") + ("We want to stay at {}", "I want to stay at {}", "We would like to stay at {}",
+                                                        "I would like to stay at {}", "My parents want to stay at {}"),
+                        "wish": _led("{}")},
+              "attraction": {"name": (*_VISIT, "Tell me about visiting {}", "What can you tell me about visiting {}"),
+                             "wish": (*_VISIT, "Find us something to visit, {}", "I am looking for something to visit, {}")},
+              "train": {"wish": _led("a train {}")}, "taxi": {"wish": _led("a taxi {}")}},
+    "also": ALSO + ("Then {}", "Besides, {}", "One more thing: {}", "Now {}", "After that, {}", "I also have this: {}", "Moving on, {}"),
+    "any": ANY + ("Any one of them will do.", "I have no preference beyond that.", "Otherwise I have no preference.", "We don't mind which.",
+                  "Take whichever you like."),
+    "details": DETAILS + ("It should be", "It would be", "In detail:", "That would be", "Let us say", "Here is the rest:", "What matters:")}
+GREETINGS = ("Hello.", "Hi.", "Hi there.", "Good morning.", "Good afternoon.", "Good evening.", "Hello, can you help me?", "Hi, I hope you can help.",
+             "Excuse me.", "Hello there!", "Hey.", "Good day.", "Greetings.")
+CONTEXTS = ("It is our anniversary.", "We are planning our trip.", "This is our first time here.", "My friends and I are coming over.",
+            "We are celebrating.", "My parents will be in town.", "I was told you can help.", "Some colleagues are joining me.",
+            "I am new here.", "We are so excited about this trip.", "My plans have changed.", "My sister gave me your number.")
+CLOSINGS = ("Thanks.", "Thank you.", "Thanks in advance.", "Can you do that?", "Is that possible?", "Thanks so much!", "Please let me know.",
+            "That would be great.")
 
 
 def word_request(domain: str, info: dict, book: dict, rng: random.Random, *, instead: dict[str, str] | None = None,
-                 any_is_fine: bool = False, later: bool = False, extra: str = "") -> str:
+                 any_is_fine: bool = False, later: bool = False, extra: str = "", rich: bool = False) -> str:
     """A user's request in words: the wishes `info`, the booking slots `book`, in varying order and phrases.
 
-    `instead` replaces the phrase of a slot (vague words, a reference); `any_is_fine` closes what the wishes leave open;
-    `later` makes it follow an earlier request; `extra` is a sentence put at the end.
+    `instead` replaces the phrase of a slot (vague words, a reference, a part of a name); `any_is_fine` closes what the wishes
+    leave open; `later` makes it follow an earlier request; `extra` is a sentence put at the end. `rich` draws from many more
+    wordings and orders (SpeakER); without it the text stays what the embedded policy was taught.
     """
-    instead = instead or {}
+    instead, words = instead or {}, RICH if rich else PLAIN
     book = {s: v for s, v in book.items() if not isinstance(v, bool)}
     tail = []
     for slot in [s for s in ("people", "day", "time", "stay") if s in book] + ["day"] * (domain == "train" and "day" in info):
-        forms = FROM_DAY if (domain, slot) == ("hotel", "day") else PHRASES[slot]
+        forms = words["from_day"] if (domain, slot) == ("hotel", "day") else words["phrases"][slot]
         tail.append(instead.get(slot) or rng.choice(forms).format((book | info)[slot]))
     for slot in ("leaveAt", "arriveBy"):
         if slot in info:
-            form = rng.choice(PHRASES[slot]) if domain == "train" else {"leaveAt": "leaving at {}", "arriveBy": "arriving by {}"}[slot]
+            form = rng.choice(words["phrases"][slot]) if domain == "train" else {"leaveAt": "leaving at {}", "arriveBy": "arriving by {}"}[slot]
             tail.append(instead.get(slot) or form.format(info[slot]))
     rng.shuffle(tail)
-    heads = HEADS[domain]["name" if "name" in info else "wish"]
+    heads = words["heads"][domain]["name" if "name" in info else "wish"]
     if domain in BOOK_SLOTS and not book:  # a place to look up: a word such as "book" or "table" would ask for a booking
         heads = [head for head in heads if not re.search(r"\b(book|reserve|table|room)\b", head, re.I)]
     if "name" in info:
-        head = rng.choice(heads).format(info["name"])
+        head = rng.choice(heads).format(instead.get("name", info["name"]))
     elif domain in ("train", "taxi"):
         ends = [f"{word} {info[s]}" for s, word in (("departure", "from"), ("destination", "to")) if s in info]
+        if rich and domain == "train":  # the end of a taxi's ride may be called "home from home"
+            rng.shuffle(ends)
         head = rng.choice(heads).format(" ".join(ends)).strip()
     else:
-        head = rng.choice(heads).format(_noun_phrase(domain, info, rng))
+        head = rng.choice(heads).format((_rich_noun_phrase if rich else _noun_phrase)(domain, info, rng))
     if later:
-        form = rng.choice(ALSO)
+        form = rng.choice(words["also"])
         head = form.format(head if form == "{}" or re.match(r"I\b", head) else head[0].lower() + head[1:])
+    if rich:
+        return _arrange(head, tail, rng.choice(RICH["any"]) if any_is_fine else "", extra, later, rng)
     style = rng.random()
     if not tail:
         text = f"{head}."
     elif style < 0.6:
         text = f"{head}, {', '.join(tail)}."
     else:  # the details in a sentence of their own
-        text = f"{head}. {rng.choice(('That is', 'It is', 'Make it', 'The details:'))} {', '.join(tail)}."
+        text = f"{head}. {rng.choice(DETAILS)} {', '.join(tail)}."
     if any_is_fine:
         text += " " + rng.choice(ANY)
     return text + (f" {extra}" if extra else "")
+
+
+def _arrange(head: str, tail: list[str], closed: str, extra: str, later: bool, rng: random.Random) -> str:
+    """Sentences from the parts of a rich request: details behind, before, or in a sentence or two of their own."""
+    capital = lambda text: text[0].upper() + text[1:]
+    listed = lambda parts: ", ".join(parts) if len(parts) < 2 or rng.random() < 0.5 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    clause = re.compile(r"(?:we|there|it) ")  # "we are 4" opens a sentence, and stands badly behind "That would be"
+    sentence = lambda parts: f"{capital(listed(parts))}." if clause.match(parts[0]) else f"{rng.choice(RICH['details'])} {listed(parts)}."
+    fronts = [part for part in tail if not clause.match(part)]
+    end = "?" if re.search(r"\b(?:can|could|would) you\b|\bis there\b", head, re.I) else "."
+    style = rng.random()
+    if not tail:
+        parts = [head + end]
+    elif style < 0.45:
+        parts = [f"{head}, {listed(tail)}{end}"]
+    elif style < 0.65 and fronts:
+        front = fronts[:rng.randrange(1, len(fronts) + 1)]
+        rest = [part for part in tail if part not in front]
+        opened = head if re.match(r"(?:I|My)\b", head) else head[0].lower() + head[1:]
+        parts = [capital(f"{listed(front)}, {opened}{', ' if rest else ''}{listed(rest)}{end}")]
+    elif style < 0.85 or len(tail) < 2:
+        parts = [head + end, sentence(tail)]
+    else:
+        cut = rng.randrange(1, len(tail))
+        parts = [f"{head}, {listed(tail[:cut])}{end}", sentence(tail[cut:])]
+    parts += [part for part in (closed, extra) if part]
+    if not later:
+        parts[:0] = [rng.choice(CONTEXTS)] * (rng.random() < 0.25)
+        parts[:0] = [rng.choice(GREETINGS)] * (rng.random() < 0.4)
+    parts += [rng.choice(CLOSINGS)] * (rng.random() < 0.25)
+    return re.sub(r"(?<!\d)1 (people|nights|of us)\b", lambda m: "1 night" if m[1] == "nights" else "1 person", " ".join(parts))
+
+
+def _rich_noun_phrase(domain: str, info: dict, rng: random.Random) -> str:
+    """"a cheap place to stay with parking in the north", each wish before or behind the noun."""
+    noun = info.get("type") or {"restaurant": "restaurant", "hotel": "place to stay", "attraction": "attraction"}[domain]
+    before, after = [], []
+    for slot, front, forms in (("stars", "{} star", ("with {} stars",)), ("pricerange", "{}", ("in the {} price range", "with {} prices")),
+                               ("food", "{}", ("serving {} food", "with {} food"))):
+        if slot in info and rng.random() < 0.5:
+            before.append(front.format(info[slot]))
+        elif slot in info:
+            after.append(rng.choice(forms).format(info[slot]))
+    extras = rng.sample(("internet", "parking"), 2)
+    if info.get("internet") and info.get("internet") == info.get("parking"):
+        extras = [f"{extras[0]} and {extras[1]}"]
+    after += [f"{'with' if info[s.split()[0]] == 'yes' else 'without'} {s}" for s in extras if s.split()[0] in info]
+    if "area" in info:
+        after.append(rng.choice(("in the {}", "in the {} of town", "in the {} part of town")).format(info["area"]))
+    rng.shuffle(after)
+    words = " ".join([*before, noun])
+    return " ".join(["an" if words[0] in "aeiou" else "a", words, *after])
 
 
 def _noun_phrase(domain: str, info: dict, rng: random.Random) -> str:
@@ -155,6 +259,9 @@ def _noun_phrase(domain: str, info: dict, rng: random.Random) -> str:
         after.append(rng.choice(("in the {}", "in the {} of town")).format(info["area"]))
     return " ".join(["an" if words[0] in "aeiou" else "a", words, *after])
 
+
+ARRIVALS = ("We arrive in town on {}.", "Our train gets in on {}.", "We get to town on {}.", "Our trip starts on {}.")  # a day to refer to
+PARTIAL = r"(?:the|that) (.+) place|(.+) something|the one called (.+)"  # a part of a name: "the curry place"
 
 DOMAIN_CUES = {"restaurant": r"\btable at\b|\beat at\b|\brestaurant\b", "train": r"\ba train\b", "taxi": r"\ba taxi\b",
                "hotel": r"\broom at\b|\bstay at\b|\bplace to stay\b|\bhotel\b|\bguesthouse\b", "attraction": r"\bvisit"}
@@ -175,17 +282,21 @@ def read_request(text: str, domain: str) -> dict[str, str]:
     {'name': 'golden wok', 'people': '4', 'day': 'friday', 'time': '18:00'}
     """
     said: dict[str, str] = {}
-    low = re.sub(ARRIVAL.format(r"\w+"), "", text).lower()
+    low = re.sub("|".join(ARRIVALS).format(*[r"\w+"] * len(ARRIVALS)), "", text).lower()
     days = "|".join(DAYS)
     if domain in ("train", "taxi"):
+        ride, stop = re.sub(rf"^.*?\ba {domain}\b", "", low), "to |from " if domain == "train" else "to "
         for slot, word in (("departure", "from"), ("destination", "to")):
-            if found := re.search(rf"\b{word} (?!(?:{days}|be there)\b)(.+?)(?= to |[,.?!]|$)", low):
+            if found := re.search(rf"\b{word} (?!(?:{days}|be there)\b)(.+?)(?= (?:{stop})|[,.?!]|$)", ride):
                 said[slot] = found[1]
     elif name := re.search(r"\b(?:table at|room at|eat at|stay at|visit(?:ing)?(?! an? |,)) (.+?)(?=[,.?!]|$)", low):
-        said["name"] = name[1]
-    elif noun := re.search(r"\ban? (?:([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b"
-                           r"|([^,.]+?)(?= in the|[,.]|$))", low):
-        words, kind = noun[1] or "", noun[2] or noun[3]
+        partial = re.fullmatch(PARTIAL, name[1])
+        said["name"] = next(part for part in partial.groups() if part) if partial else name[1]
+    elif noun := re.search(r"\ban? ([^,.]*?) ?\b(restaurant|place to stay|hotel|guesthouse|attraction)\b", low) or (
+            domain == "attraction" and re.search(r"\ban? ()([^,.]+?)(?= in the|[,.?]|$)", low)):
+        words, kind = noun.groups()
+        if stars := re.match(r"(\d) star ?", words):
+            said["stars"], words = stars[1], words[stars.end():]
         if price := re.match(rf"({'|'.join(PRICES)})\b ?", words):
             said["pricerange"], words = price[1], words[price.end():]
         if words:
@@ -196,23 +307,27 @@ def read_request(text: str, domain: str) -> dict[str, str]:
             said["area"] = area[1]
         if stars := re.search(r"\bwith (\d) stars", low):
             said["stars"] = stars[1]
-        found = re.findall(r"\b(with|without) (internet|parking)\b", low)
+        if price := re.search(rf"\b({'|'.join(PRICES)}) price", low):
+            said["pricerange"] = price[1]
+        if food := re.search(r"\b(?:serving|with) ((?:(?!with\b|serving\b)\w+ )+?)food\b", low):
+            said["food"] = food[1].strip()
+        found = re.findall(r"\b(with|without) (internet|parking)\b", re.sub(r"(with|without) (internet|parking) and ", r"\1 \2 \1 ", low))
         said |= {slot: "yes" if word == "with" else "no" for word, slot in found}
     rest = low.replace(said.get("name", "\0"), "")
-    if people := re.findall(r"\b(?:(?:for|we are|party of|make it) (\d+)(?! nights?|:|\d)|(\d+) (?:people|of us))", rest):
+    if people := re.findall(r"\b(?:(?:for|we are|(?:party|group) of|make it) (\d+)(?! nights?|:|\d)|(\d+) (?:people|person|of us))", rest):
         said["people"] = people[-1][0] or people[-1][1]
     if stay := re.findall(r"\b(\d+) nights?", rest):
         said["stay"] = stay[-1]
     if day := re.findall(rf"\b({days})\b", rest):
         said["day"] = day[-1]
-    for cue, time in re.findall(r"(?:(leaving|arriving|to be there) (?:at|after|by) )?(\d\d:\d\d)", rest):
-        said[{"leaving": "leaveAt", "": "time"}.get(cue, "arriveBy")] = time
+    for cue, time in re.findall(r"(?:(leaving|departing|arriving|to be there) (?:at|after|by|before|no earlier than|no later than) )?(\d\d:\d\d)", rest):
+        said[{"leaving": "leaveAt", "departing": "leaveAt", "": "time"}.get(cue, "arriveBy")] = time
     return said
 
 
 # ------------------------------------------------------------------------------------------------- scenarios
 
-ARRIVAL = "We arrive in town on {}."
+ARRIVAL = ARRIVALS[0]
 BASE_DOMAINS, BASE_KINDS = ("restaurant", "hotel"), ("branch", "underspecified", "vague")  # what the embedded policy was taught
 POSSIBLE = {"restaurant": KINDS, "hotel": KINDS, "train": ("underspecified", "vague", "contradiction")}
 
@@ -266,6 +381,21 @@ def scenario_pair(seed: int, domains: tuple = BASE_DOMAINS, kinds: tuple = BASE_
     return build(False), build(True)
 
 
+def town_goal(seed: int) -> tuple[dict, Database]:
+    """(what a visitor wants, the town), a function of the seed: one to three parts, at least one to book, in a fuller town where
+    names share words and wishes are met by several rows. Nothing is planned as ambiguous; SpeakER looks for what is open."""
+    rng = random.Random(f"goal {seed}")
+    town = _Town(rng, split_of(seed), 0.0)
+    booked = rng.sample(("restaurant", "hotel", "train"), rng.choice((1, 1, 2, 2, 3)))
+    goal = {}
+    for domain in booked + rng.sample(("attraction", "taxi"), rng.choice((0, 0, 0, 1)) if len(booked) < 3 else 0):
+        if domain in VENUES:
+            town.crowd(domain)
+        info, book, _ = town.clear_goal(domain, 2 + (rng.random() < 0.4))
+        goal[domain] = {"info": info, "book": book}
+    return goal, Database(town.tables)
+
+
 class _Town:
     """The venues and timetables of one town, and the goals that its visitors have."""
 
@@ -302,6 +432,17 @@ class _Town:
                     self.tables[domain].append(self.row(domain, name))
         return self.tables[domain]
 
+    def crowd(self, domain: str) -> None:
+        """The venues of a fuller town: branches of many names, and names with the same first word."""
+        rows = self.tables[domain] = []
+        names = self.names(domain, self.rng.randrange(6, 9))
+        words = (NEW_LAST if self.split == "test-new-words" else LAST)[domain]
+        sisters = [f"{names[k].split()[0]} {word}" for k in (0, 0, 1) for word in self.rng.sample(words, 3)]
+        fits = lambda name: self.split == "test-new-words" or _name_split(name) == self.split
+        for name in dict.fromkeys(names + [s for s in sisters if fits(s)][:4]):
+            rows += self.branches(domain, name, self.rng.choice((2, 3, 4))) if self.rng.random() < 0.25 else [self.row(domain, name)]
+        self.rng.shuffle(rows)
+
     def trains(self) -> tuple[list[dict], dict]:
         """A timetable, all day long, past midnight too, and the wish for a train after some hour."""
         here, there, day = "cambridge", self.rng.choice(STATIONS), self.rng.choice(DAYS)
@@ -319,8 +460,8 @@ class _Town:
                   "stay": str(self.rng.randrange(1, 8))}
         return {slot: values[slot] for slot in BOOK_SLOTS[domain]}
 
-    def clear_goal(self, domain: str) -> tuple[dict, dict, bool]:
-        """(info, book, any will do): a full name, or wishes that any match meets."""
+    def clear_goal(self, domain: str, count: int = 2) -> tuple[dict, dict, bool]:
+        """(info, book, any will do): a full name, or `count` wishes that any match meets."""
         if domain == "train":
             return self.trains()[1], self.book("train"), True
         if domain == "taxi":
@@ -328,13 +469,13 @@ class _Town:
             return {"departure": ends[0], "destination": ends[1], "leaveAt": self.rng.choice(DINNER)}, {}, False
         row = self.rng.choice(self.venues(domain))
         named = self.rng.random() < 0.5
-        info = {"name": row["name"]} if named else {s: row[s] for s in self.wishes(domain)}
+        info = {"name": row["name"]} if named else {s: row[s] for s in self.wishes(domain, count)}
         return info, {} if domain == "attraction" else self.book(domain), not named
 
-    def wishes(self, domain: str) -> list[str]:
+    def wishes(self, domain: str, count: int = 2) -> list[str]:
         slots = {"restaurant": ("pricerange", "food", "area"), "hotel": ("pricerange", "type", "area", "stars"),
                  "attraction": ("type", "area")}
-        return self.rng.sample(slots[domain], 2)
+        return self.rng.sample(slots[domain], min(count, len(slots[domain])))
 
     def plan(self, domain: str, kind: str, first: tuple | None) -> dict:
         """What an ambiguous request leaves open, and how: `info` and `book` of the goal, what is `said` of them (`instead`: in

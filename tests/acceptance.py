@@ -6,7 +6,6 @@ what was already run is not run again (delete --out to start over). About half a
 """
 import argparse
 import json
-import math
 import os
 import random
 import subprocess
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from speakrl import paired  # noqa: E402
 
 
 def run(jobs: int, *arguments) -> float:
@@ -24,21 +25,6 @@ def run(jobs: int, *arguments) -> float:
     subprocess.run([sys.executable, str(ROOT / "speakrl.py"), *map(str, arguments)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
                    env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     return time.time() - began
-
-
-def paired(base: list[dict], trained: list[dict], value) -> tuple[float, float, float, float]:
-    """(mean of base, mean of trained, change, half its 95 % interval) over goals, each goal's value averaged over seeds."""
-    def by_goal(records):
-        goals: dict[str, list[float]] = {}
-        for r in records:
-            if value(r) is not None:
-                goals.setdefault(r["id"], []).append(float(value(r)))
-        return {goal: sum(v) / len(v) for goal, v in goals.items()}
-    a, b = by_goal(base), by_goal(trained)
-    changes = [b[g] - a[g] for g in a]
-    n, change = len(changes), sum(changes) / len(changes)
-    spread = math.sqrt(sum((c - change) ** 2 for c in changes) / (n - 1) / n)
-    return sum(a.values()) / n, sum(b.values()) / n, change, 1.96 * spread
 
 
 def table(out: Path, split: str, seeds: list[int], name: str) -> None:
@@ -50,7 +36,7 @@ def table(out: Path, split: str, seeds: list[int], name: str) -> None:
           "| | base | trained | change, 95 % interval | each seed, trained |\n|---|---|---|---|---|")
 
     def row(label, key, keep):
-        before, after, change, half = paired(list(filter(keep, a)), list(filter(keep, b)), lambda r: r[key])
+        before, after, change, half = paired(list(filter(keep, a)), list(filter(keep, b)), key)
         each = [sum(float(r[key] or 0) for r in f["dialogues"] if keep(r)) / sum(map(keep, f["dialogues"])) for f in trained]
         print(f"| {label} | {before:.3f} | {after:.3f} | {change:+.3f} ± {half:.3f} | {', '.join(f'{v:.3f}' for v in each)} |")
 

@@ -1,5 +1,6 @@
 """Generated towns, the oracle and its rules, decision points, and the rows and tokenizer of pretraining."""
 import doctest
+import hashlib
 import json
 import random
 import re
@@ -157,6 +158,13 @@ def test_value_is_no_matter_of_place():
     places = [a.ambiguity["candidates"].index(a.ambiguity["value"]) for a, _ in pairs(300, BASE)
               if len(a.ambiguity["candidates"]) == 3]
     assert len(places) > 80 and all(0.2 < places.count(k) / len(places) < 0.47 for k in range(3))
+
+
+def test_default_wording_is_what_the_base_was_taught():
+    """SpeakER's richer wording is switched on by its builder; a change here would make the embedded policy a stranger."""
+    texts = json.dumps([s.requests for seed in range(50) for s in scenario_pair(seed)]
+                       + [demonstrate(200_000 + seed) for seed in range(10)])
+    assert hashlib.sha256(texts.encode()).hexdigest()[:16] == "20459fdffefe4013"
 
 
 # ---- wording a request, and back

@@ -19,7 +19,8 @@ from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lla
 from transformers.modeling_outputs import CausalLMOutput
 
 import grpo
-from grpo import group_advantages, policy_loss, row_weights, sample, shared_logprobs, token_logprobs
+from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
+                  trajectory_logprobs)
 
 NAN = float("nan")
 V = 50
@@ -99,7 +100,7 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 @pytest.mark.parametrize("name, needs", [("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()),
                                          ("shared_logprobs", {"prefill", "token_logprobs"}), ("group_advantages", set()),
-                                         ("row_weights", set()), ("policy_loss", set())])
+                                         ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()), ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
     """Its source, executed beside torch and what the docstring says it needs, finds every global that it uses."""
     space = {"torch": torch}
@@ -511,6 +512,171 @@ def test_ratio_is_exactly_one_without_dropout():
     model.train()
     one, two = [token_logprobs(model, [[1, 2, 3]], [[4, 5, 6, 7]], 1.0)[0].detach() for _ in range(2)]
     assert not torch.equal(one, two)
+
+
+# ---- sft_loss --------------------------------------------------------------------------------------------------------
+
+def token_mean(mask):
+    return row_weights(mask.sum(1), mask.any(1), "token", 8)
+
+
+def test_sft_is_shifted_once_and_leaves_the_prompt_out():
+    """S01, S02. Rows 1 and 2 predict tokens 2 and 3: -(ln .2 + ln .1) / 2. With the prompt it would be 2.071536, unshifted 1.039721."""
+    probs = torch.tensor([[.7, .1, .1, .1], [.1, .6, .2, .1], [.2, .2, .5, .1], [.25, .25, .25, .25]])
+    logp, mask = token_logprobs(TableModel(probs.log()), [[0, 1]], [[2, 3]], 1.0)
+    loss, metrics = sft_loss(logp, mask, token_mean(mask))
+    close(loss, 1.956012, 1e-6)
+    assert metrics["tokens"] == 2 and metrics["empty"] == 0
+    close(metrics["weight"], 1.0)
+
+
+def test_sft_of_nothing_is_zero_and_counted():
+    """S03. Never NaN, whatever stands in the masked places; beside another row, the mean is that row's."""
+    logp = torch.tensor([[-torch.inf, NAN], [-1., -torch.inf]], requires_grad=True)
+    mask = torch.tensor([[False, False], [True, False]])
+    loss, metrics = sft_loss(logp[:1], mask[:1], token_mean(mask[:1]))
+    loss.backward()
+    assert loss == 0 and logp.grad.tolist() == [[0, 0], [0, 0]] and metrics["empty"] == 1 and metrics["tokens"] == 0
+    loss, metrics = sft_loss(logp, mask, token_mean(mask))
+    loss.backward()
+    assert loss == 1 and logp.grad.tolist() == [[0, 0], [-1, 0]] and metrics["empty"] == 1
+
+
+def test_sft_equals_cross_entropy_and_micro_batches_add_up():
+    """The loss that Hugging Face models (and TRL's SFT trainer) compute from labels, with labels -100 on the prompt; and its gradient."""
+    model, rows = tiny(), [([1, 2, 3], [4, 5]), ([6], [7, 8, 9, 10]), ([11, 12], [13])]
+    ids = torch.tensor([p + c + [0] * (5 - len(p + c)) for p, c in rows])
+    labels = torch.tensor([[-100] * len(p) + c + [-100] * (5 - len(p + c)) for p, c in rows])
+    want = model(input_ids=ids, labels=labels).loss
+    want.backward()
+    want_grad = grads(model)
+    model.zero_grad()
+    weight, total = row_weights(torch.tensor([2, 4, 1]), torch.ones(3), "token", 8), 0.0
+    for some in ([0, 2], [1]):
+        logp, mask = token_logprobs(model, [rows[b][0] for b in some], [rows[b][1] for b in some], 1.0)
+        loss, _ = sft_loss(logp, mask, weight[some])
+        loss.backward()
+        total += loss.item()
+    close(total, want.item())
+    close(grads(model), want_grad)
+
+
+# ---- trajectory_logprobs, dpo_loss -----------------------------------------------------------------------------------
+
+ONE = torch.ones(1)
+
+
+def dpo_of(margin, beta=0.1):
+    return dpo_loss(torch.tensor([margin - 5.]), torch.tensor([-7.]), torch.tensor([-5.]), torch.tensor([-7.]), ONE, beta)
+
+
+@pytest.mark.parametrize("beta, margin, want", [(0.1, 1., 0.644397), (0.1, -1., 0.744397), (0.1, 20., 0.126928), (0.5, 2., 0.313262),
+                                                (1., -200., 200.)])
+def test_dpo_beta_and_sign(beta, margin, want):
+    """S07: ln(1 + exp(-beta * margin)), also where the sigmoid underflows."""
+    loss, metrics = dpo_of(margin, beta)
+    close(loss, want, 1e-4 if want == 200 else 1e-6)
+    close(metrics["margin"], margin, 1e-4)
+    close(metrics["reward_chosen"] - metrics["reward_rejected"], beta * margin, 1e-4)
+    assert metrics["accuracy"] == (margin > 0)
+
+
+def test_dpo_of_equal_policies_is_ln_2_with_a_gradient():
+    """S06. Margin, rewards and accuracy 0; -+ beta / 2 for chosen and rejected; the same trajectory on both sides trains nothing."""
+    chosen, rejected = torch.tensor([-3.], requires_grad=True), torch.tensor([-4.], requires_grad=True)
+    loss, metrics = dpo_loss(chosen, rejected, chosen, rejected, ONE)  # the reference is detached inside
+    loss.backward()
+    close(loss, math.log(2), 1e-6)
+    assert [metrics[name].item() for name in ("margin", "accuracy", "reward_chosen", "reward_rejected")] == [0, 0, 0, 0]
+    close(torch.stack([chosen.grad, rejected.grad]), [[-0.05], [0.05]])
+    chosen.grad = None
+    dpo_loss(chosen, chosen, torch.tensor([-2.]), torch.tensor([-9.]), ONE)[0].backward()
+    assert chosen.grad.item() == 0
+
+
+def test_dpo_adds_log_probs_up_whatever_the_padding():
+    """S08. 2 * (-1.0 + 1.2) - 8 * (-0.5 + 0.6) = -0.4; averaged over tokens it would be +0.1."""
+    for padding in (0, 5):
+        logp = torch.full((2, 8 + padding), NAN)
+        reference, mask = logp.clone(), torch.zeros(2, 8 + padding).bool()
+        for row, (length, value, ref) in enumerate([(2, -1.0, -1.2), (8, -0.5, -0.6)]):
+            mask[row, :length], logp[row, :length], reference[row, :length] = True, value, ref
+        policy, ref = (trajectory_logprobs(values, mask, torch.tensor([0, 1]), 2) for values in (logp, reference))
+        loss, metrics = dpo_loss(policy[:1], policy[1:], ref[:1], ref[1:], ONE)
+        close(metrics["margin"], -0.4)
+        close(loss, 0.713347, 1e-6)
+
+
+def test_a_trajectory_is_the_sum_of_its_rows_and_trains_no_other_token():
+    """The two agent turns of one dialogue as two rows, in any order among the rows of others; G44."""
+    model, tokens = tiny(), [11, 12, 21, 22, 31, 32, 33, 23, 24]
+    rows = [(tokens[:7], tokens[7:]), ([40], [41, 42, 43]), (tokens[:2], tokens[2:4])]
+    logp, mask = token_logprobs(model, *zip(*rows), 1.0)
+    got = trajectory_logprobs(logp, mask, torch.tensor([0, 1, 0]), 2)
+    full = model(torch.tensor([tokens])).logits.log_softmax(-1)
+    close(got[0].detach(), sum(full[0, t - 1, tokens[t]].item() for t in (2, 3, 7, 8)))
+    close(got[1].detach(), logp[1, :3].sum().item())
+    slope = torch.autograd.grad(got[0], logp)[0]
+    assert slope.tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 0]]
+
+
+def test_dpo_of_micro_batches_adds_up():
+    generator = torch.Generator().manual_seed(0)
+    four, weight = torch.randn(4, 6, generator=generator), torch.full((6,), 1 / 6)
+    whole, metrics = dpo_loss(*four, weight)
+    parts = [dpo_loss(*four[:, some], weight[some]) for some in ([0, 3], [1, 2, 4, 5])]
+    close(whole, sum(loss for loss, _ in parts))
+    for name, value in metrics.items():
+        close(value, sum(m[name] for _, m in parts))
+
+
+def test_dpo_starts_at_exactly_zero_without_dropout():
+    """S09, G37. A copy as reference: equal log-probs to the last bit; dropout left on would give a margin; nothing flows to the reference."""
+    model, reference = tiny("gpt2", dropout=0.1), tiny("gpt2", dropout=0.1)
+    reference.load_state_dict(model.state_dict())
+    rows = [([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])]
+
+    def both(model):
+        return trajectory_logprobs(*token_logprobs(model, *zip(*rows), 1.0), torch.tensor([0, 1]), 2)
+
+    policy, ref = both(model), both(reference)
+    loss, metrics = dpo_loss(policy[:1], policy[1:], ref[:1], ref[1:], ONE)
+    loss.backward()
+    assert metrics["margin"] == 0 and grads(model).abs().max() > 0 and all(p.grad is None for p in reference.parameters())
+    model.train()
+    assert not torch.equal(both(model), policy)
+
+
+def test_losses_equal_trls(tmp_path):
+    """The first loss of TRL's own trainers on the same ids, policy and reference. TRL is no dependency."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(Path(grpo.__file__).parent / "data" / "tiny")
+    model, reference = tiny(vocab=len(tokenizer)), tiny(vocab=len(tokenizer))
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(0.9)
+    how = dict(output_dir=str(tmp_path), per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False, max_length=None,
+               gradient_checkpointing=False, disable_tqdm=True)
+    texts = [("A table for a few of us.", "How many people will it be?", "Booked for 3."), ("A cheap hotel.", "Which area?", "I booked one.")]
+
+    data = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row)) for row in texts])
+    trainer = trl.DPOTrainer(model, ref_model=reference, args=trl.DPOConfig(beta=0.1, **how), train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    rows = [(ids[:mask.tolist().index(1)].tolist(), ids[mask.bool()].tolist()) for ids, mask in zip(batch["input_ids"], batch["completion_mask"])]
+    policy, ref = (trajectory_logprobs(*token_logprobs(m.eval(), *zip(*rows), 1.0), torch.arange(4), 4) for m in (model, reference))
+    loss, metrics = dpo_loss(policy[:2], policy[2:], ref[:2], ref[2:], torch.full((2,), 0.5))
+    assert metrics["margin"].abs() > 1e-3
+    close(loss, trainer.compute_loss(model, batch).detach())
+
+    data = Dataset.from_list([{"prompt": prompt, "completion": completion} for prompt, completion, _ in texts])
+    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**how), train_dataset=data, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    rows = [(ids[:(labels != -100).tolist().index(True)].tolist(), ids[labels != -100].tolist())
+            for ids, labels in zip(batch["input_ids"], batch["labels"])]
+    logp, mask = token_logprobs(model.eval(), *zip(*rows), 1.0)
+    close(sft_loss(logp, mask, token_mean(mask))[0], trainer.compute_loss(model, batch).detach())
 
 
 # ---- sample ----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from data import multiwoz
-from data.multiwoz import DataError, bookable, load_database, load_goals, plain_message, scenario, scenarios
+from data.multiwoz import (DataError, bookable, human_turns, load_database, load_dialogues, load_goals, plain_message, scenario,
+                           scenarios)
 from data.speaker import play
 from data.towns import read_request, request_domain
 from env import TIMES, Session, arrival, booking_satisfies, misread, normalise, score_dialogue, to_minutes
@@ -102,6 +104,64 @@ def test_release_folder(tmp_path, suffix, kind):
     assert found == {"train": ["T.json"], "valid": ["V.json"], "test": ["E.json"]}
 
 
+RELEASE = {**{f"{domain}_db.json": rows for domain, rows in ROWS.items()},
+           "data.json": {i: {"goal": GOAL, "log": [{"text": f"Hello\n {i} ."}, {"text": "Hi"}]} for i in ("T.json", "V.json", "E.json")},
+           "valListFile.txt": "V.json\n", "testListFile.txt": "E.json\n", "README.md": "no data"}
+
+
+@pytest.mark.parametrize("top", ["", "MULTIWOZ2.4/"])
+def test_zip(tmp_path, top):
+    """A release as it is downloaded: files at the top or in a folder, beside it what archivers add."""
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
+        for name, content in RELEASE.items():
+            archive.writestr(top + name, content if isinstance(content, str) else json.dumps(content))
+        archive.writestr("__MACOSX/._data.json", "x")
+    assert [task.id for task in scenarios(tmp_path / "m.zip", "train")] == ["V.json"]
+    assert list(load_goals(tmp_path / "m.zip", "train")) == ["T.json"]
+    assert load_dialogues(tmp_path / "m.zip", "test") == {"E.json": [("user", "Hello E.json ."), ("system", "Hi")]}
+    assert score_dialogue((task := scenarios(tmp_path / "m.zip", "test")[0]).goal, (d := play(task)).session.ledger, d.messages)[0]
+
+
+@pytest.mark.parametrize("content, complaint", [
+    (b"no zip", "m.zip: neither a folder nor a zip"), ({"other.txt": "x"}, "no goals_val.json and no data.json in it"),
+    ({**RELEASE, "hotel_db.json": "["}, "hotel_db.json: not JSON"),
+    ({k: v for k, v in RELEASE.items() if k != "valListFile.txt"}, "no valListFile.txt and no valListFile.json in it"), (None, "m.zip: no such folder or zip")])
+def test_broken_zip_is_refused_in_one_line(tmp_path, content, complaint):
+    if isinstance(content, dict):
+        with zipfile.ZipFile(tmp_path / "m.zip", "w") as archive:
+            for name, text in content.items():
+                archive.writestr(name, text if isinstance(text, str) else json.dumps(text))
+    elif content:
+        (tmp_path / "m.zip").write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        scenarios(tmp_path / "m.zip", "valid")
+    assert complaint in str(refused.value) and "m.zip" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_damaged_zip_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "m.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in RELEASE.items():
+            archive.writestr(name, text if isinstance(text, str) else json.dumps(text) + " " * 5000)
+    raw = bytearray((tmp_path / "m.zip").read_bytes())
+    at = raw.index(b"data.json") + 20
+    raw[at:at + 8] = b"\xff" * 8
+    (tmp_path / "m.zip").write_bytes(raw)
+    with pytest.raises(DataError, match="data.json: not JSON"):
+        load_goals(tmp_path / "m.zip", "valid")
+
+
+def test_dialogues(small):
+    """From pieces in a sub-folder; of the split's goals only; white space collapsed; none where there are none."""
+    assert load_dialogues(small, "valid") == {} and human_turns(small) == []
+    log = [{"text": " one\n two "}, {"text": "three", "metadata": {}}, {"text": "four"}]
+    write(small, {"dialogues/data_00.json": {"C": {"log": log}, "X": {"log": log}}, "dialogues/notes.json": [1]})
+    assert load_dialogues(small, "test") == {"C.json": [("user", "one two"), ("system", "three"), ("user", "four")]}
+    assert load_dialogues(small, "valid") == {} and human_turns(small) == [["one two", "four"]]
+    write(small, {"dialogues/data_01.json": {"C": {"log": [{}]}}})
+    with pytest.raises(DataError, match="dialogue C.json has no log of turns with a text"):
+        load_dialogues(small, "test")
+
+
 @pytest.mark.parametrize("goal, request_has, asks_to_book", [
     ({"restaurant": TABLE}, r"turkish restaurant.*(any|whichever|don't mind)", True),
     ({"restaurant": {"info": {"name": "meze bar"}, "book": {}}}, r"eat at meze bar\.$", False),
@@ -169,7 +229,7 @@ def test_wrong_split_folder_and_lists_are_refused(tmp_path):
             load_goals(tmp_path, split)
     with pytest.raises(DataError, match="no split 'dev'"):
         scenarios(tmp_path, "dev")
-    with pytest.raises(DataError, match="nowhere: no such folder"):
+    with pytest.raises(DataError, match="nowhere: no such folder or zip"):
         load_database(tmp_path / "nowhere")
 
 
@@ -193,7 +253,7 @@ def test_command_tells_a_lost_goal_and_its_cause(small, capsys):
 def test_command_refuses_in_one_line():
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-m", "data.multiwoz", "nowhere"], cwd=root, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "nowhere: no such folder\n")
+    assert (done.returncode, done.stderr) == (1, "nowhere: no such folder or zip\n")
 
 
 def test_doctest():
@@ -272,6 +332,64 @@ def test_real_requests_say_what_the_goal_wants_and_no_more(folder):
                 said = {s: normalise(s, v) for s, v in read_request(text, domain).items()}
                 assert (request_domain(text), said) == (domain, want), (task.id, text)
                 assert not re.search(r"<|true|false|invalid", text, re.I)
+
+
+def test_real_dialogues(folder):
+    """The 2.4 test dialogues: 14 744 turns, user and system by turns."""
+    dialogues = load_dialogues(folder, "test")
+    assert (len(dialogues), sum(map(len, dialogues.values()))) == (1000, 14744)
+    assert all(role == ("user", "system")[k % 2] and text for d in dialogues.values() for k, (role, text) in enumerate(d))
+    assert len(human_turns(folder)) == 1000 and sum(map(len, human_turns(folder))) == 7372
+
+
+def test_real_messages_have_no_html(goals):
+    """13 955 lines; 12 383 of them have a span."""
+    raw = [line for goal in goals.values() for line in goal["message"]]
+    plain = [line for goal in goals.values() for line in plain_message(goal)]
+    assert (len(raw), sum("<" in line for line in raw), sum("<" in line or "&" in line or ">" in line for line in plain)) == (13955, 12383, 0)
+    assert all(line.isascii() and line.strip() for line in plain)
+
+
+def test_real_goals_keep_what_they_want_only(goals):
+    """`topic` is junk in half of them, police and hospital are never wanted; 3 names are not the database's spelling."""
+    assert {key for goal in goals.values() for key in goal} == {"message", "restaurant", "hotel", "attraction", "train", "taxi"}
+    assert Counter(key for goal in goals.values() for key in goal if key != "message") == {
+        "train": 979, "restaurant": 875, "hotel": 809, "attraction": 796, "taxi": 401}
+
+
+def test_real_names_of_goals_are_found(goals, database):
+    odd = []
+    for goal in goals.values():
+        for domain in ("restaurant", "hotel", "attraction"):
+            name = goal.get(domain, {}).get("info", {}).get("name")
+            if name is not None:
+                assert database.venue(domain, name), name
+                odd += [name] * (name.lower() not in [row["name"] for row in database.tables[domain]])
+    assert sorted(odd) == ["ask", "ask", "meze bar restaurant"]
+
+
+@pytest.mark.parametrize("domain, wishes, count", [
+    ("hotel", {"type": "guest house"}, 24), ("hotel", {"type": "guesthouse"}, 24), ("attraction", {"type": "swimming pool"}, 4),
+    ("attraction", {"type": "concert hall"}, 1), ("attraction", {"type": "multiple sports"}, 1), ("attraction", {"type": "mutliple sports"}, 1),
+    ("restaurant", {"area": "center", "food": "Indian"}, 9), ("restaurant", {"food": "corsica"}, 0), ("hotel", {"stars": "5"}, 0),
+    ("restaurant", {"name": "PIZZA EXPRESS fen ditton"}, 1), ("hotel", {"parking": "free"}, 29)])
+def test_real_spellings(database, domain, wishes, count):
+    """Database, goals, 2.1 and 2.4 spell differently; a food or a number of stars that nobody has finds nothing."""
+    assert Session(database, "").call(f"query_{domain}", wishes)["total"] == count
+
+
+def test_real_trains_are_keyed_by_route_day_and_hour(database):
+    """trainID is no key: 2 462 of 2 828 are distinct; the four slots of a booking are one."""
+    rows = database.tables["train"]
+    assert len({row["trainID"] for row in rows}) == 2462
+    assert len({tuple(row[s] for s in ("departure", "destination", "day", "leaveAt")) for row in rows}) == len(rows) == 2828
+
+
+def test_real_train_past_midnight_is_late(database):
+    """A train that arrives at 01:06 has not arrived by 09:00: as text it would have."""
+    late = next(row for row in database.tables["train"] if row["arriveBy"] < row["leaveAt"])
+    route = {s: late[s] for s in ("departure", "destination", "day")}
+    assert late not in database.query("train", {**route, "arriveBy": "09:00"}) and late in database.query("train", {**route, "arriveBy": "27:00"})
 
 
 def play_all(tasks):

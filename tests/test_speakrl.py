@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import speakrl
+from data.speaker import play, with_thinks
 from data.towns import scenario_pair
 from rewards import DIMENSIONS, RuleJudge, Verdict
-from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, parse_settings,
-                     points_of_pair, read_points, save_checkpoint, training_points, wilson)
+from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, paired, parse_settings,
+                     points_of_pair, read_examples, read_points, save_checkpoint, town_pairs, training_examples, training_points,
+                     turn_rows, wilson)
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(towns=6, prompts=2, group=4, goals=1, max_new_tokens=60, guard_every=2, save_every=1)
@@ -44,7 +46,8 @@ def run_cli(*arguments, cwd=ROOT, **kw):
     (["train", "--norm", "tokens"], ["--norm", "token"]), (["train", "--prompts", "8", "--minibatch", "3"], ["--minibatch 3"]),
     (["train", "--judge", "gpt"], ["--judge"]), (["train", "--model", "/no/such/folder"], ["/no/such/folder"]),
     (["train", "--data", "/no/such.jsonl"], ["/no/such.jsonl"]), (["train", "--resume", "--out", "/tmp/no-such-run"], ["holds no run"]),
-    (["eval", "--multiwoz", "/no/such/folder"], ["/no/such/folder"])])
+    (["eval", "--multiwoz", "/no/such/folder"], ["/no/such/folder"]), (["train", "--method", "dpo", "--beta", "0"], ["--beta"]),
+    (["compare", "--method", "sft"], ["compare", "--method sft"]), (["compare", "--seeds", "0"], ["--seeds"])])
 def test_what_is_mistyped_is_refused_in_one_line(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(argv) == 2
@@ -66,6 +69,12 @@ def test_the_paper_preset_resolves_and_flags_win_over_it():
     assert (settings.model, settings.prompts, settings.minibatch, settings.group, settings.lr) == ("Qwen/Qwen2.5-7B-Instruct", 512, 128, 8, 1e-6)
 
 
+def test_methods_and_commands_have_defaults_of_their_own_and_flags_win():
+    assert parse_settings(["train", "--method", "sft"])[1].norm == "token" and parse_settings(["train"])[1].norm == "sequence"
+    assert parse_settings(["train", "--method", "sft", "--prompts", "8"])[1].prompts == 8
+    assert parse_settings(["compare", "--goals", "3"])[1].goals == 3 and parse_settings(["compare"])[1].split == "test"
+
+
 # ------------------------------------------------------------------------------------------------- data
 
 def write(path, *lines, raw=None):
@@ -84,7 +93,7 @@ def test_points_are_read_past_a_byte_order_mark_and_crlf(tmp_path):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("bad", "line 2: no JSON"), ("[1]", "line 2: a decision point needs"), (json.dumps({**ROW, "messages": []}), "line 2: messages"),
+    ("bad", "line 2: no JSON"), ("[1]", "line 2: no JSON object"), ("{}", "line 2: a decision point needs"), (json.dumps({**ROW, "messages": []}), "line 2: messages"),
     (json.dumps({**ROW, "messages": [{"role": "system", "content": "x"}]}), "line 2: messages"),
     (json.dumps({**ROW, "clarify_expected": "yes"}), "line 2: clarify_expected"),
     (json.dumps({**ROW, "clarify_expected": True}), "line 2: the rule judge needs")])
@@ -92,6 +101,80 @@ def test_a_bad_line_stops_with_file_line_and_reason(tmp_path, line, words):
     """D06"""
     with pytest.raises(UserError, match=re.escape("d.jsonl, " + words)):
         read_points(write(tmp_path / "d.jsonl", json.dumps(ROW), line), "rule")
+
+
+def test_a_line_separator_inside_a_text_is_no_new_line(tmp_path):
+    """D04, its kind: only line feeds end a line of JSONL."""
+    row = {**ROW, "messages": [{"role": "user", "content": "A table\u2028for two\u0085."}]}
+    path = write(tmp_path / "d.jsonl", json.dumps(row, ensure_ascii=False), json.dumps(row, ensure_ascii=False))
+    assert [p["messages"] for p in read_points(path, "rule")] == [row["messages"]] * 2
+
+
+PAIR = {"prompt": [{"role": "user", "content": "A table at golden wok for 3."}],
+        "chosen": [{"role": "assistant", "content": "<think>Two.</think><clarify>North or south?</clarify>"},
+                   {"role": "user", "content": "North."},
+                   {"role": "assistant", "content": '<think>Book.</think><tool_call>{"name": "book", "arguments": {"a": "b"}}</tool_call>'},
+                   {"role": "tool", "content": '{"reference": "AB12CD34"}'},
+                   {"role": "assistant", "content": "<think>Done.</think>Booked, AB12CD34."}, {"role": "user", "content": "Thanks."}],
+        "rejected": [{"role": "assistant", "content": "<think>Fine.</think>Booked."}, {"role": "user", "content": "Thanks."}]}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"chosen": None}, "chosen must be a list"), ({"rejected": []}, "rejected must be a list"), ({"prompt": "hi"}, "prompt must be a list"),
+    ({"rejected": PAIR["prompt"]}, "rejected holds no message of the assistant"),
+    ({"chosen": [{"role": "assistant", "content": None}]}, "chosen must be a list")])
+def test_a_bad_pair_stops_with_file_line_and_reason(tmp_path, change, words):
+    """D06"""
+    with pytest.raises(UserError, match=re.escape("d.jsonl, line 2: " + words)):
+        read_examples(write(tmp_path / "d.jsonl", json.dumps(PAIR), json.dumps({**PAIR, **change})), ("chosen", "rejected"))
+    with pytest.raises(UserError, match="line 1: it has no completion; needed are prompt, completion"):
+        read_examples(str(tmp_path / "d.jsonl"), ("completion",))
+
+
+def test_a_trajectory_becomes_one_row_an_agent_turn_with_the_history_a_dialogue_shows(policy):
+    """S02, S04: thinks only in the turn that is trained, user and tool text only in prompts, the end token trained."""
+    rows = turn_rows(policy, PAIR["prompt"], PAIR["chosen"])
+    end = policy.tokenizer.convert_tokens_to_ids("<|end|>")
+    assert policy.end_id == end and end in policy.eos_ids and all(completion[-1] == end for _, completion in rows)
+    assert [policy.text(completion) for _, completion in rows] == [m["content"] for m in PAIR["chosen"] if m["role"] == "assistant"]
+    history = [*PAIR["prompt"], {"role": "assistant", "content": "North or south?"}, PAIR["chosen"][1],
+               {"role": "assistant", "content": '<tool_call>{"name": "book", "arguments": {"a": "b"}}</tool_call>'}, PAIR["chosen"][3]]
+    assert [prompt for prompt, _ in rows] == [policy.prompt(history[:n]) for n in (1, 3, 5)]
+    later = turn_rows(policy, PAIR["prompt"] + PAIR["chosen"][:2], PAIR["chosen"][2:])
+    assert later == rows[1:]  # a turn in the prompt is not trained, and its think is gone too
+
+
+def test_rows_of_a_dialogue_are_its_decision_points(policy):
+    """The loader strips what env.Dialogue hides: same prompts as the oracle's decision points, malformed turns included."""
+    for scenario in scenario_pair(3):
+        messages = with_thinks(play(scenario))
+        assert [p for p, _ in turn_rows(policy, messages[:1], messages[1:])] == [policy.prompt(p["messages"]) for p in speakrl.decision_points(scenario)]
+    texts = iter(["<think>Cut off", '<think>a</think>So: <tool_call>{"arguments": {"area": "north"}, "name": "query_hotel"}</tool_call>', "Hm?"])
+    seen = []
+    dialogue = play(scenario_pair(3)[0], lambda history: seen.append(list(history)) or next(texts, "<think>x</think>No."))
+    messages = with_thinks(dialogue)
+    assert [p for p, _ in turn_rows(policy, messages[:1], messages[1:])] == [policy.prompt(history) for history in seen]
+
+
+def test_a_think_that_the_template_opens_is_not_in_the_completion(policy):
+    """C-cases of prefilled thinks: the prompt ends with <think>, so the completion must not begin with it again."""
+    opened = SimpleNamespace(tokenizer=policy.tokenizer, prefilled_think=True, end_id=policy.end_id)
+    whole = policy.completion("<think>a</think>b")
+    assert Policy.completion(opened, "<think>a</think>b") == whole[1:] and policy.tokenizer.decode(whole[:1]) == "<think>"
+
+
+def test_town_pairs_ask_against_guess_and_fail(policy, capsys):
+    """Both sides leave the prompt at once, the chosen one with a question that is due; pairs whose guess succeeded are counted and gone."""
+    settings = dataclasses.replace(policy.settings, method="dpo", towns=20)
+    pairs, (lucky, towns) = town_pairs(20), map(int, re.findall(r"\d+", capsys.readouterr().out)[:2])
+    assert towns == 20 == lucky + len(pairs) and 0 < lucky < 20
+    for pair in pairs:
+        assert "<clarify>" in pair["chosen"][0]["content"] and "<clarify>" not in json.dumps(pair["rejected"])
+    examples, dropped = training_examples(dataclasses.replace(settings, max_new_tokens=90), policy)
+    assert dropped == 0 and len(examples) == len(pairs)
+    assert examples[0]["tokens"] == sum(len(c) for side in ("chosen", "rejected") for _, c in examples[0][side])
+    _, dropped = training_examples(dataclasses.replace(settings, max_new_tokens=45), policy)
+    assert dropped > 0  # whole pairs: half a trajectory has another log-prob
 
 
 def test_points_that_are_too_long_are_dropped_and_counted_never_cut(policy):
@@ -243,6 +326,44 @@ def test_the_guard_knows_a_policy_that_lost_its_skill(policy):
     assert guard() == before
 
 
+# ------------------------------------------------------------------------------------------------- one step of SFT and DPO
+
+def test_sft_lowers_its_loss_and_micro_batches_do_not_change_the_update():
+    weights = []
+    for micro_rows in (1, 64):
+        policy, _ = fresh(Settings().model, method="sft", micro_rows=micro_rows, norm="token", max_new_tokens=90)
+        examples = training_examples(policy.settings, policy)[0][:6]
+        optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.3)
+        losses = [speakrl.sft_step(policy, optimiser, examples, policy.settings, step)["loss"] for step in range(3)]
+        assert losses[0] > losses[1] > losses[2]
+        weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
+    assert (weights[0] - weights[1]).abs().max() < 1e-5
+
+
+def test_dpo_starts_at_ln_2_and_widens_the_margin():
+    """S06, S09, in the loop's own functions: the first margin is exactly 0."""
+    policy, _ = fresh(Settings().model, method="dpo", max_new_tokens=90, towns=12)
+    pairs = training_examples(policy.settings, policy)[0]
+    assert len(pairs) > 1
+    settings = dataclasses.replace(policy.settings, prompts=len(pairs), steps=1)
+    speakrl.add_reference(pairs, policy, settings, 0)
+    optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.05)
+    first, second = (speakrl.dpo_step(policy, optimiser, pairs, settings, step) for step in range(2))
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["margin"] == first["reward_chosen"] == first["accuracy"] == 0
+    assert first["grad_norm"] > 0 and second["margin"] > 0 and second["loss"] < first["loss"]
+    assert second["reward_chosen"] - second["reward_rejected"] == pytest.approx(0.1 * second["margin"], abs=1e-5)
+    assert first["trained_tokens"] == sum(pair["tokens"] for pair in pairs) and first["sampled_tokens"] == 0
+
+
+def test_a_pair_of_equal_sides_trains_nothing():
+    """S06, up to the rounding of the model's backward pass."""
+    policy, optimiser = fresh(Settings().model, method="dpo")
+    rows = turn_rows(policy, PAIR["prompt"], PAIR["chosen"])
+    pair = {"chosen": rows, "rejected": rows, "tokens": 2}
+    speakrl.add_reference([pair], policy, dataclasses.replace(policy.settings, steps=1), 0)
+    assert speakrl.dpo_step(policy, optimiser, [pair], policy.settings, 0)["grad_norm"] < 1e-5
+
+
 # ------------------------------------------------------------------------------------------------- evaluation
 
 def test_wilson_interval():
@@ -278,6 +399,24 @@ def same_run(a, b, step):
     assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
     assert lines(a / "metrics.jsonl", TIMES) == lines(b / "metrics.jsonl", TIMES)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_the_baselines_resume_exactly_too(method, tmp_path):
+    """K09: four steps equal two and two, every tensor of model and optimiser; DPO's reference is the start, not the checkpoint."""
+    flags = ["--method", method, "--towns", "4", "--prompts", "2", "--goals", "1", "--guard-every", "0", "--save-every", "2"]
+    assert main(["train", "--steps", "4", "--out", str(tmp_path / "a"), *flags]) == 0
+    assert main(["train", "--steps", "2", "--out", str(tmp_path / "b"), *flags]) == 0
+    assert main(["train", "--steps", "4", "--out", str(tmp_path / "b"), "--resume"]) == 0
+    x, y = (tensors(tmp_path / f / "checkpoints" / "step-000004") for f in "ab")
+    assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+    a, b = (lines(tmp_path / f / "metrics.jsonl", TIMES) for f in "ab")
+    assert a == b and [m["step"] for m in a] == [1, 2, 3, 4] and a[0] != a[2]
+    assert {"loss", "grad_norm", "trained_tokens", "sampled_tokens", "samples_seen"} <= set(a[0]) and a[-1]["samples_seen"] == 8
+    start = Policy(Settings().model, Settings()).model.state_dict()
+    assert any(not torch.equal(x[k], start[k]) for k in start if k in x), "nothing was learnt: the test could not fail"
+    if method == "dpo":
+        assert a[0]["margin"] == 0 and a[2]["margin"] != 0
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +498,7 @@ def test_run_folder_holds_what_the_readme_says(whole):
     assert [m["step"] for m in metrics] == list(range(1, 7)) and metrics[-1]["samples_seen"] == 48
     assert {"reward", "format", "when", "clarify_over_due", "clarify_over_asked", "ask_due", "ask_clear", "think_tokens", "clarify_tokens", "flat",
             "truncated", "entropy", "grad_norm", "kl_old_new", "clip_fraction"} <= set(metrics[0])
+    assert all(0 <= m["trained_tokens"] <= m["sampled_tokens"] for m in metrics)
     assert "guard_logp" in metrics[1] and "guard_logp" not in metrics[0]
     assert [e["step"] for e in lines(whole / "evals.jsonl")] == [0, 6]
     samples = lines(whole / "samples.jsonl")
@@ -404,6 +544,57 @@ def test_ten_kills_at_random_moments_end_in_the_same_weights(whole, tmp_path):
         process.wait()
         kills += 1
     same_run(whole, folder, 6)
+
+
+# ------------------------------------------------------------------------------------------------- compare
+
+def test_paired_differences_by_hand():
+    """Goals a and b change by 1 and 0: mean 0.5, standard error sqrt(0.5 / 2) = 0.5. Unknown values and goals of one side stay out."""
+    record = lambda id, value: {"id": id, "v": value}
+    before = [record("a", 0), record("a", 0), record("b", True), record("c", None), record("d", 1)]
+    after = [record("a", 1), record("b", True), record("b", True), record("c", 1)]
+    assert paired(before, after, "v") == (pytest.approx(2 / 3), 1.0, 0.5, pytest.approx(0.98))
+
+
+def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "c"
+    flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "2", "--seeds", "1", "--goals", "1", "--guard-every", "0",
+             "--max-new-tokens", "80"]
+    real, calls = speakrl.train, []
+
+    def train(settings):
+        calls.append((settings.method, settings.steps))
+        if len(calls) == 2:  # as if interrupted in the second training: nothing is evaluated, and it is resumed
+            return real(dataclasses.replace(settings, steps=1))
+        return real(settings)
+
+    monkeypatch.setattr(speakrl, "train", train)
+    monkeypatch.setattr(speakrl, "record_evaluation", lambda *_: None)  # only to save time
+    monkeypatch.setattr(speakrl, "print_evaluations", lambda *_: None)
+    assert main(["compare", "--out", str(out), *flags]) == 0
+    assert "go on with: python speakrl.py compare --resume --out" in capsys.readouterr().out and not (out / "compare.md").exists()
+    kept = (out / "speakrl-0.json").read_bytes()
+    assert main(["compare", "--resume", "--out", str(out)]) == 0
+    assert [method for method, _ in calls] == ["grpo", "dpo", "dpo", "sft", "sft"] and (out / "speakrl-0.json").read_bytes() == kept
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert list(rows) == ["base", "SFT", "SFT, with twins", "DPO", "SpeakRL"] and rows["base"]["trained_tokens"] == 0
+    budget = rows["SpeakRL"]["trained_tokens"]
+    assert budget > 0, "nothing was trained: the test could not fail"
+    for name, folder in (("SFT", "sft-0"), ("SFT, with twins", "sft-with-twins-0"), ("DPO", "dpo-0")):
+        steps = [m["trained_tokens"] for m in lines(out / folder / "metrics.jsonl")]
+        assert sum(steps) == rows[name]["trained_tokens"] >= budget > sum(steps[:-1])  # the last step crosses the line
+    ambiguous = {name: {json.loads(line)["ambiguous"] for line in open(out / name)} for name in ("data/sft.jsonl", "sft-with-twins-0.jsonl")}
+    assert ambiguous == {"data/sft.jsonl": {True}, "sft-with-twins-0.jsonl": {True, False}}
+    table = (out / "compare.md").read_text()
+    assert table in capsys.readouterr().out and table.count("| SFT, with twins |") == 2 and "success, Avg@1" in table
+    assert main(["compare", "--resume", "--out", str(out), "--goals", "2"]) == 2  # kept evaluations would not be comparable
+    assert "--goals was 1, is 2" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(out)]) == 2 and "compare --resume" in capsys.readouterr().err
+
+
+def test_compare_names_a_missing_file_before_it_trains(tmp_path, capsys):
+    assert main(["compare", "--data", str(tmp_path), "--out", str(tmp_path / "c")]) == 2
+    assert "holds no points.jsonl" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- chat, and the README
