@@ -44,8 +44,8 @@ from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, 
 from rewards import RuleJudge, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
-# Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; none of these.
-STAGE_SHARES = {"ask": 0.5, "answered": 0.125, "twin": 0.25, "other": 0.125}
+# Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; is not, as any place will do; the rest.
+STAGE_SHARES = {"ask": 0.375, "answered": 0.125, "twin": 0.25, "any": 0.125, "other": 0.125}
 SIDES = {"sft": ("completion",), "dpo": ("chosen", "rejected")}  # what an example of a baseline's data holds beside its prompt
 
 

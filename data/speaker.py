@@ -366,26 +366,29 @@ def decision_points(scenario: Scenario, twin_of: dict | None = None) -> list[dic
 def points_of(dialogue: Dialogue, twin_of: list[dict] = ()) -> list[dict]:
     """Every agent turn of a dialogue as a decision point {id, goal_id, messages, clarify_expected, ambiguity, twin_id, twin_kind,
     stage}. `stage` is "ask" where a question is due, "answered" right after, "twin" where it would be due in the ambiguous twin
-    (whose annotations are `twin_of`), "other" elsewhere; training draws by stage, never by this run's rewards. Of several ambiguities a point
-    keeps the one that is due, or the first."""
+    (whose annotations are `twin_of`), "any" if there several places are left and any of them will do, "other" elsewhere; training
+    draws by stage, never by this run's rewards. Of several ambiguities a point keeps the one that is due, or the first."""
     scenario, points = dialogue.scenario, []
     for k, (length, _, _) in enumerate(dialogue.steps):
         history = dialogue.messages[:length]
         due = next((a for a in scenario.ambiguities if clarify_due(history, a)), None)
-        stage = "ask" if due else "answered" if points and points[-1]["stage"] == "ask" else "twin" if any(
-            _twin_spot(history, a) for a in twin_of) else "other"
+        stage = "ask" if due else "answered" if points and points[-1]["stage"] == "ask" else next(
+            filter(None, (_twin_spot(history, a) for a in twin_of)), "other")
         points.append({"id": f"{scenario.id}#{k}", "goal_id": scenario.id, "messages": history, "clarify_expected": due is not None,
                        "ambiguity": due or scenario.ambiguity, "twin_id": scenario.twin_id, "twin_kind": scenario.twin_kind,
                        "stage": stage})
     return points
 
 
-def _twin_spot(history: list[dict], ambiguity: dict) -> bool:
-    """Would the ambiguous twin ask here: right after the request, or right after the first result of its query?"""
-    if ambiguity["kind"] not in ("branch", "underspecified"):
-        return history[-1]["role"] == "user" and request_domain(history[-1]["content"]) == ambiguity["domain"]
+def _twin_spot(history: list[dict], ambiguity: dict) -> str:
+    """"twin" (or "any", see above) where the ambiguous twin asks: right after the request, or right after the first result of its
+    query. "" elsewhere."""
     belief = read_history(history)
-    return belief.domain == ambiguity["domain"] and "rows" in (belief.result or {})
+    if ambiguity["kind"] in ("branch", "underspecified"):
+        here, any_will_do = "rows" in (belief.result or {}), belief.any_will_do and belief.total > 1
+    else:
+        here, any_will_do = history[-1]["role"] == "user" and bool(request_domain(history[-1]["content"])), False
+    return ("any" if any_will_do else "twin") if here and belief.domain == ambiguity["domain"] else ""
 
 
 def with_thinks(dialogue: Dialogue) -> list[dict]:

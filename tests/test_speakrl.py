@@ -195,13 +195,13 @@ def test_literal_mode_trains_only_where_a_question_is_due(policy):
 def test_order_is_a_function_of_seed_and_step_and_goes_through_all():
     """K08, K10: the points of steps 0..n are the same whether or not the run was interrupted, none repeated within a pass."""
     stages = {"ask": [{"id": f"a{i}"} for i in range(8)], "answered": [{"id": f"n{i}"} for i in range(4)],
-              "twin": [{"id": f"t{i}"} for i in range(4)], "other": [{"id": f"o{i}"} for i in range(4)]}
+              "twin": [{"id": f"t{i}"} for i in range(4)], "any": [{"id": f"y{i}"} for i in range(4)], "other": [{"id": f"o{i}"} for i in range(4)]}
     settings = Settings(prompts=8)
     seen = [[p["id"] for p in draw_points(stages, step, settings)] for step in range(4)]
-    assert [[i[0] for i in s] for s in seen] == [["a"] * 4 + ["n"] + ["t"] * 2 + ["o"]] * 4  # half, an eighth, a quarter, an eighth
+    assert [[i[0] for i in s] for s in seen] == [["a"] * 3 + ["n"] + ["t"] * 2 + ["y", "o"]] * 4  # in eighths: 3, 1, 2, 1, 1
     assert seen[3] == [p["id"] for p in draw_points(stages, 3, settings)]
-    asks = [i for s in seen for i in s if i[0] == "a"]
-    assert sorted(asks[:8]) == sorted(asks[8:]) == [f"a{i}" for i in range(8)] and asks[:8] != asks[8:]
+    asks = [i for step in range(6) for i in (p["id"] for p in draw_points(stages, step, settings)) if i[0] == "a"]
+    assert sorted(asks[:8]) == sorted(asks[8:16]) == [f"a{i}" for i in range(8)] and asks[:8] != asks[8:16]
     assert seen != [[p["id"] for p in draw_points(stages, step, Settings(prompts=8, seed=1))] for step in range(4)]
 
 
