@@ -63,12 +63,13 @@ class Settings:
     data: str = ""               # JSONL file of decision points (sft: rows, dpo: pairs; compare: folder); empty: generated towns
     towns: int = 400             # generated towns to train on; each gives an ambiguous dialogue and its clear twin
     out: str = ""                # run folder; empty: the next free runs/METHOD-NNN
-    steps: int = 100             # optimiser steps in all (a resumed run may ask for more)
+    steps: int = 150             # optimiser steps in all (a resumed run may ask for more)
     prompts: int = 8             # decision points a step (P); sft: agent turns, dpo: pairs
     group: int = 8               # grpo: completions of each (G)
     minibatch: int = 0           # grpo: prompts per optimiser update; 0: all of the step's
     epochs: int = 1              # grpo: passes over the completions of a step
     lr: float = 3e-4             # AdamW, constant (a schedule would depend on --steps)
+    adam_eps: float = 1e-4       # of AdamW; far below the gradient's size, every step is full-sized, however little there is to learn
     grad_clip: float = 1.0       # largest norm of the gradient
     clip_low: float = 0.2        # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2       # see clip_low
@@ -103,9 +104,9 @@ CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "cons
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds"}
 # What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
-DEFAULTS = {"sft": dict(prompts=32, norm="token"), "dpo": dict(lr=1e-4), "compare": dict(method="compare", split="test", goals=200)}
+DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
-PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, max_prompt=2048,
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
                          max_new_tokens=1024, micro_rows=4, towns=20000, device="cuda")}
 
 
@@ -140,7 +141,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
                             micro_rows=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
-    for name in ("lr", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
+    for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
         value = getattr(settings, name)
         if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
@@ -875,7 +876,7 @@ def train(settings: Settings) -> Path:
     policy = Policy(str(checkpoint or settings.model), settings)
     judge = make_judge(settings)
     # No weight decay, and no learning-rate schedule: --steps may change when a run is resumed.
-    optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0, eps=settings.adam_eps)
     state = {"samples_seen": 0}
     done = 0
     if checkpoint:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from speakrl import paired  # noqa: E402
+from speakrl import Settings, paired  # noqa: E402
 
 
 def run(jobs: int, *arguments) -> float:
@@ -79,7 +79,7 @@ def train_and_evaluate(out: Path, name: str, seed: int, splits: list[str], args)
     model = "data/tiny"
     if name != "base":
         model = out / f"{name}-{seed}"
-        if not (model / "checkpoints" / "step-000100").exists():
+        if not (model / "checkpoints" / f"step-{Settings.steps:06d}").exists():
             extra = ["--lr", name[3:]] if name.startswith("lr-") else []
             print(f"{model}: trained in {run(args.jobs, 'train', '--seed', seed, '--out', model, *extra):.0f} s", flush=True)
     for split in splits:
