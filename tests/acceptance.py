@@ -1,8 +1,8 @@
 """The README's results: `python tests/acceptance.py` trains seeds 0, 1, 2 with default settings and evaluates on test.
 
 Base and trained policy play the same goals (400 ambiguous ones and their 400 twins) with the same random streams; what is printed
-is the mean over goals and seeds, and the change with its 95 % interval, paired by goal. `--lr` shows another learning rate;
-what was already run is not run again (delete --out to start over). About half an hour on two cores with `--splits test`.
+is the mean over goals and seeds, and the change with its 95 % interval, paired by goal. `--change lr=9e-4`
+shows what another setting does; what was already run is not run again (delete --out to start over). About half an hour on two cores with `--splits test`.
 """
 import argparse
 import json
@@ -80,7 +80,7 @@ def train_and_evaluate(out: Path, name: str, seed: int, splits: list[str], args)
     if name != "base":
         model = out / f"{name}-{seed}"
         if not (model / "checkpoints" / f"step-{Settings.steps:06d}").exists():
-            extra = ["--lr", name[3:]] if name.startswith("lr-") else []
+            extra = [f"--{name}"] if "=" in name else []
             print(f"{model}: trained in {run(args.jobs, 'train', '--seed', seed, '--out', model, *extra):.0f} s", flush=True)
     for split in splits:
         file = out / f"{name}-{split}-{seed}.json"
@@ -94,13 +94,13 @@ def main() -> None:
     parser.add_argument("--out", default="runs/acceptance")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--goals", type=int, default=400)
-    parser.add_argument("--lr", nargs="*", default=[], help="other learning rates to show beside the default")
+    parser.add_argument("--change", nargs="*", default=[], metavar="SETTING=VALUE", help="runs with one setting changed, beside the default ones")
     parser.add_argument("--splits", nargs="+", default=["test", "test-new-words"])
     parser.add_argument("--jobs", type=int, default=2, help="commands at once; one core each is faster than one after the other on two")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    splits = {"base": args.splits, "default": args.splits, **{f"lr-{lr}": args.splits[:1] for lr in args.lr}}
+    splits = {"base": args.splits, "default": args.splits, **{change: args.splits[:1] for change in args.change}}
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda job: train_and_evaluate(out, *job, args), [(name, seed, splits[name]) for name in splits for seed in args.seeds]))
     for name in list(splits)[1:]:
