@@ -582,33 +582,38 @@ def summarise(rows: list[dict], policy: Policy) -> dict:
 
 
 class Guard:
-    """Does acting decay? Nothing rewards what a tool call contains, and there is no KL: 64 tool calls of the oracle on valid towns,
-    each behind a fixed think; mean log-prob per token, and how often the greedy completion is that call exactly."""
+    """Does acting decay? Nothing rewards what an acting turn contains, and there is no KL: 64 acting turns of the oracle on valid towns,
+    each behind a fixed think. Of a tool call every token counts, of a report the reference of the booking and what follows it."""
 
     THINK = "<think>I can go ahead.</think>"
 
     def __init__(self, policy: Policy, count: int = 64):
-        self.policy, self.prompts, self.calls = policy, [], []
+        self.policy, self.turns = policy, []  # (prompt ids, ids of the turn, where it begins to count)
+        encode = lambda text: policy.tokenizer.encode(text, add_special_tokens=False)
         seed = SPLITS["valid"] + 500_000  # not the towns of the evaluation
-        opening = "<think>" if policy.prefilled_think else ""
-        think = policy.tokenizer.encode(self.THINK.removeprefix(opening), add_special_tokens=False)
-        while len(self.calls) < count:
+        think = encode(self.THINK.removeprefix("<think>" if policy.prefilled_think else ""))
+        while len(self.turns) < count:
             for scenario in scenario_pair(seed):
                 dialogue = play(scenario)
                 for length, text, turn in dialogue.steps:
-                    if turn.tool_call and len(self.calls) < count:
-                        self.prompts.append(policy.prompt(dialogue.messages[:length]) + think)
-                        self.calls.append(text[text.index("<tool_call>"):])
+                    said = text[text.index("</think>") + len("</think>"):]
+                    reference = next((at for r in dialogue.session.ledger if (at := said.find(r)) >= 0), 0)
+                    if (turn.tool_call or reference) and len(self.turns) < count:
+                        self.turns.append((policy.prompt(dialogue.messages[:length]) + think, encode(said), len(encode(said[:reference].rstrip()))))
             seed += 1
 
     @torch.no_grad()
     def __call__(self) -> dict:
-        policy = self.policy
-        ids = [policy.tokenizer.encode(call, add_special_tokens=False) for call in self.calls]
-        logp_BT, mask_BT = token_logprobs(policy.model, self.prompts, ids, 1.0, policy.pad_id)
-        greedy = [policy.text(c) for c in policy.sample(self.prompts, 1, 0, temperature=0)]
-        return {"guard_logp": (logp_BT.sum() / mask_BT.sum()).item(),
-                "guard_exact": mean([a == b for a, b in zip(greedy, self.calls)])}
+        logp = tokens = exact = 0.0
+        for prompt, turn, first in self.turns:
+            ids = torch.tensor([prompt + turn], device=self.policy.model.device)
+            logits_TV = self.policy.model(input_ids=ids, logits_to_keep=len(turn) + 1).logits[0, first:-1].float()
+            target_T = ids[0, len(prompt) + first:]
+            logp += logits_TV.log_softmax(-1).gather(1, target_T[:, None]).sum().item()
+            tokens += len(target_T)
+            # Greedy decoding writes it exactly if each token is the likeliest given the ones before: no need to decode.
+            exact += bool((logits_TV.argmax(-1) == target_T).all())
+        return {"guard_logp": logp / tokens, "guard_exact": exact / len(self.turns)}
 
 
 # ------------------------------------------------------------------------------------------------- 4. evaluation

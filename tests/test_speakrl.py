@@ -558,7 +558,7 @@ def test_paired_differences_by_hand():
 
 def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
     out = tmp_path / "c"
-    flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "2", "--seeds", "1", "--goals", "1", "--guard-every", "0",
+    flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "4", "--seeds", "1", "--goals", "1", "--guard-every", "0",
              "--max-new-tokens", "80"]
     real, calls = speakrl.train, []
 
