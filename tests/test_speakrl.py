@@ -619,9 +619,9 @@ def test_every_readme_command_parses():
 
 
 def test_readme_commands_run_at_toy_size(whole, tmp_path):
-    """All but the paper-scale ones (a preset) and chat, which has its own test; a run folder in them becomes the small run's."""
+    """All but the paper-scale ones (a preset), and chat and compare, which have their own tests; a run folder in them becomes the small run's."""
     for command in readme_commands():
-        if "--preset" in command or " chat" in command or "MULTIWOZ" in command.upper() or "--data" in command:
+        if "--preset" in command or " chat" in command or " compare" in command or "MULTIWOZ" in command.upper() or "--data" in command:
             continue
         argv = [str(whole) if re.match(r"runs/", part) else part for part in command.split()[2:]]
         argv = [a for i, a in enumerate(argv) if a not in ("--goals", "--steps", "--repeats", "--show", "--out") and
@@ -631,6 +631,8 @@ def test_readme_commands_run_at_toy_size(whole, tmp_path):
             argv += ["--out", str(whole), "--steps", "6", *FLAGS]
         elif argv[0] == "train":
             argv += ["--out", str(tmp_path / f"run{time.time_ns()}"), "--steps", "1", *FLAGS]
+        elif argv[0] == "data":
+            argv += ["--n", "3", "--out", str(tmp_path / "speaker")]
         else:
             argv += ["--goals", "1", "--show", "1"]
         assert main(argv) == 0, command
