@@ -630,7 +630,7 @@ def test_readme_commands_run_at_toy_size(whole, tmp_path):
         if "--resume" in argv:
             argv += ["--out", str(whole), "--steps", "6", *FLAGS]
         elif argv[0] == "train":
-            argv += ["--out", str(tmp_path / f"run{time.time_ns()}"), "--steps", "1", *FLAGS]
+            argv += ["--out", str(tmp_path / f"run{time.time_ns()}"), "--steps", "1", *FLAGS, "--max-new-tokens", "90"]
         elif argv[0] == "data":
             argv += ["--n", "3", "--out", str(tmp_path / "speaker")]
         else:
