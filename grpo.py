@@ -107,7 +107,8 @@ def prefill(model, prompts, G, pad_id):
 
     Returns (ids_BS, attention_BS, cache): the prompts, padded on the left (the last prompt token must stand where the
     first completion token is predicted), G rows each, and the cache of their first S - 1 columns, with gradient if
-    there is one. cache is None where there is nothing to keep (S = 1) or where the model keeps no such cache.
+    there is one. cache is None where there is nothing to keep (S = 1) or where the model keeps more than
+    keys and values (recurrent layers).
     """
     lengths = [len(prompt) for prompt in prompts]
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
@@ -121,8 +122,11 @@ def prefill(model, prompts, G, pad_id):
         out = model(input_ids=ids_PS[:, :-1], attention_mask=attention_PS[:, :-1], position_ids=positions[:, :-1], use_cache=True,
                     logits_to_keep=1)
         cache = getattr(out, "cache", None)
-        if cache is not None:
+        # By name: a layer that mixes attention with a recurrent state has the method too, but repeats its keys and values only.
+        if cache is not None and {type(layer).__name__ for layer in cache.layers} <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
             cache.batch_repeat_interleave(G)
+        else:
+            cache = None
     return ids_PS.repeat_interleave(G, 0), attention_PS.repeat_interleave(G, 0), cache
 
 

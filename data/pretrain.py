@@ -154,9 +154,14 @@ WIDTH, LEARNED = 32, 512  # rows are filled up to a multiple of WIDTH tokens, le
 #                           a shape never seen before is compiled first, and with a new shape every step that costs more than the step
 
 
+def padded(row: tuple) -> int:
+    """The length of a row, filled up."""
+    return -(-len(row[0]) // WIDTH) * WIDTH
+
+
 def collate(rows: list, pad: int):
     """ids_BT, positions_BT, mask_B1TT (bfloat16, 0 or -inf, added to the attention logits), learned_BT."""
-    width = -(-max(len(row[0]) for row in rows) // WIDTH) * WIDTH
+    width = padded(max(rows, key=lambda row: len(row[0])))
     fill = lambda k, value: torch.tensor([list(row[k]) + [value] * (width - len(row[k])) for row in rows])
     ids, positions, part, learned = fill(0, pad), fill(1, 0), fill(2, -1), fill(3, False)
     causal = torch.ones(width, width, dtype=torch.bool).tril()
@@ -167,14 +172,12 @@ def collate(rows: list, pad: int):
 
 def make_batches(rows: list, tokens: int, rng: random.Random) -> list[list]:
     """Rows of about one length together, `tokens` a batch; the batches, and the rows of one length, in random order."""
-    batches, batch, width = [], [], 0
-    for row in sorted(rows, key=lambda row: (-(-len(row[0]) // WIDTH), rng.random())):
-        own = -(-len(row[0]) // WIDTH) * WIDTH
-        if batch and (own != width or (len(batch) + 1) * width > tokens):
+    batches, batch = [], []
+    for row in sorted(rows, key=lambda row: (padded(row), rng.random())):
+        if batch and (padded(row) != padded(batch[0]) or (len(batch) + 1) * padded(row) > tokens):
             batches.append(batch)
             batch = []
         batch.append(row)
-        width = own
     batches.append(batch)
     rng.shuffle(batches)
     return batches

@@ -11,7 +11,7 @@ import torch
 import data.speaker
 import data.towns
 from env import BOOK_SLOTS, FIELDS, MAX_ROWS, booking_satisfies, meets, render_prompt, score_dialogue
-from data.pretrain import END, TAGS, Demonstrator, collate, demonstrate, to_row, train_tokenizer, undecided
+from data.pretrain import END, TAGS, Demonstrator, collate, demonstrate, make_batches, padded, to_row, train_tokenizer, undecided
 from data.speaker import Belief, Oracle, clarify_due, decision_points, play, word_question, word_think
 from data.towns import (ANY_PATTERN, BASE_DOMAINS, BASE_KINDS, KINDS, NEW_FIRST, NEW_LAST, SPLITS, VAGUE, read_request,
                         request_domain, scenario_pair, split_of, venue_names)
@@ -523,6 +523,13 @@ def test_collate_hides_completions_from_all_that_follows():
                                                         [1, 0, 1, 0, 1]]
     assert mask.shape == (2, 1, 32, 32) and (mask == 0).any(-1).all() and not (mask[0, 0, :5, 5:] == 0).any()
     assert set(mask.unique().tolist()) == {0.0, float("-inf")}
+
+
+def test_batches_have_few_shapes():
+    """Lengths 1..100: four padded widths, at most 320 tokens a batch: 10, 5, 3 and 2 rows."""
+    batches = make_batches([([0] * n,) for n in range(1, 101)], 320, random.Random(0))
+    shapes = {(len({padded(row) for row in b}), padded(b[0]), max(len(c) for c in batches if padded(c[0]) == padded(b[0]))) for b in batches}
+    assert shapes == {(1, 32, 10), (1, 64, 5), (1, 96, 3), (1, 128, 2)} and sum(map(len, batches)) == 100
 
 
 def tiny_llama(tokenizer):

@@ -496,6 +496,25 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(kind):
         close(grad_shared / grad.abs().max(), grad / grad.abs().max(), 1e-5)
 
 
+def test_a_recurrent_state_takes_the_plain_path():
+    """A cache with another kind of layer is not repeated, whatever methods it has."""
+    class LinearAttentionAndFullAttentionLayer:
+        pass
+
+    model, plain = tiny(), tiny()
+    real = model.forward
+
+    def forward(**kwargs):
+        out = real(**kwargs)
+        if out.cache is not None:
+            out.cache.layers[0] = LinearAttentionAndFullAttentionLayer()
+        return out
+
+    model.forward = forward
+    arguments = [[1, 2, 3], [4, 5]], [[6], [7, 8], [9], []], 1.0
+    close(shared_logprobs(model, *arguments)[0].detach(), token_logprobs(plain, *arguments)[0].detach())
+
+
 def test_shared_prompts_are_computed_once():
     """2 prompts of 5 and 3 tokens with 4 completions of 2: 2 * 4 prompt tokens (the last one goes with the completion), then 8 * 3."""
     model, seen = tiny(), []
