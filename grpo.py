@@ -106,7 +106,8 @@ def prefill(model, prompts, G, pad_id):
     """Forward P prompts once, all but their last token, and repeat what the model keeps of them G times.
 
     In two levels: what all prompts begin with (system text, tool schemas: S tokens) goes through the network once, and on
-    top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is.
+    top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is. One level (S = 0)
+    where prompts of different lengths meet a model with sliding windows.
 
     prompts: P non-empty lists of token ids. Returns (ids_BL, attention_BL, cache): int64, G rows a prompt, laid out as
     shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
@@ -116,9 +117,9 @@ def prefill(model, prompts, G, pad_id):
     decoder, lengths = model.get_decoder(), [len(prompt) for prompt in prompts]
     P, L = len(prompts), max(lengths)
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
-    # A sliding window counts columns, so padding between the two levels would push what is shared out of it.
-    windowed = any(getattr(decoder.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
-    S = min(lengths) - 1 if min(lengths) == L or not windowed else 0
+    # Sliding windows (and the ALiBi of MPT) count columns: padding between the two levels would push what is shared away.
+    columns = any(getattr(decoder.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size", "attn_config"))
+    S = min(lengths) - 1 if min(lengths) == L or not columns else 0
     S = next((t for t in range(S) if len({prompt[t] for prompt in prompts}) > 1), S)
     ids_PL = torch.tensor([[*p[:S], *[pad_id] * (L - len(p)), *p[S:]] for p in prompts], device=model.device)
     attention_PL = torch.tensor([[1] * S + [0] * (L - n) + [1] * (n - S) for n in lengths], device=model.device)

@@ -41,9 +41,10 @@ def tiny(kind="llama", dropout=0.0, vocab=V):
                  num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
                  bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
     own = {"Gemma2": dict(sliding_window=8, final_logit_softcapping=3.0, query_pre_attn_scalar=16), "Cohere": dict(logit_scale=0.3),
-           "Granite": dict(logits_scaling=4.0), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)}
-    name = {"gpt2": "GPT2", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, kind.capitalize())
-    config = getattr(transformers, name + "Config")(**sizes, **own.get(name, {}))
+           "Granite": dict(logits_scaling=4.0), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
+           "GPTNeo": dict(window_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])}
+    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, kind.capitalize())
+    config = getattr(transformers, name + "Config")(**{**sizes, **own.get(name, {})})
     return getattr(transformers, name + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM"))(config).eval()
 
 
@@ -496,7 +497,7 @@ LAYOUTS = {"padded": ([OWN[0] * 2, OWN[1] * 2, [9]], [(3, 11), (6, 7)]),
 COMPLETIONS = [*draw(5, 7, 1), [], *draw(4, 2)]
 
 
-@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite"])
+@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", "gptneo", "mpt"])
 def test_shared_prompts_change_neither_log_probs_nor_gradients(kind, monkeypatch):
     """Log-probs to 1e-4, gradients to 1e-5 of the largest, for each normalisation; and which tokens are computed."""
     model, seen = tiny(kind), []
@@ -518,7 +519,7 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(kind, monkeypatch
             assert torch.equal(mask, mask_shared) and logp_shared.dtype == torch.float32
             close(logp_shared, logp, 1e-4)
             assert (grad_shared - grad).abs().max() <= 1e-5 * grad.abs().max() and grad.abs().max() > 0, (name, norm)
-        if kind == "gemma2" and name == "shared and padded":  # padding in the middle would shift its window
+        if kind in ("gemma2", "gptneo", "mpt") and name == "shared and padded":  # padding in the middle would shift their windows or biases
             calls = [(3, 14), (6, 7)]
         assert seen == calls, name
 
