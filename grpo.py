@@ -16,7 +16,7 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
-here, but that `sample` and `shared_logprobs` need `prefill`.
+here, but that `sample` needs `prefill`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
@@ -105,29 +105,43 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
 def prefill(model, prompts, G, pad_id):
     """Forward P prompts once, all but their last token, and repeat what the model keeps of them G times.
 
-    Returns (ids_BS, attention_BS, cache): the prompts, padded on the left (the last prompt token must stand where the
-    first completion token is predicted), G rows each, and the cache of their first S - 1 columns, with gradient if
-    there is one. cache is None where there is nothing to keep (S = 1) or where the model keeps more than
-    keys and values (recurrent layers).
+    In two levels: what all prompts begin with (system text, tool schemas: S tokens) goes through the network once, and on
+    top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is. One level (S = 0)
+    where prompts of different lengths meet a model with sliding windows.
+
+    prompts: P non-empty lists of token ids. Returns (ids_BL, attention_BL, cache): int64, G rows a prompt, laid out as
+    shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
+    cache of their first L - 1 columns, with gradient unless it is switched off. cache is None where there is nothing to
+    keep (L = 1), and, with a warning, where the model keeps what cannot be repeated: recurrent states.
     """
-    lengths = [len(prompt) for prompt in prompts]
+    decoder, lengths = model.get_decoder(), [len(prompt) for prompt in prompts]
+    P, L = len(prompts), max(lengths)
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
-    S = max(lengths)
-    ids_PS = torch.tensor([[pad_id] * (S - len(p)) + list(p) for p in prompts], device=model.device)
-    attention_PS = torch.tensor([[0] * (S - n) + [1] * n for n in lengths], device=model.device)
+    # Sliding windows (and the ALiBi of MPT) count columns: padding between the two levels would push what is shared away.
+    columns = any(getattr(decoder.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size", "attn_config"))
+    S = min(lengths) - 1 if min(lengths) == L or not columns else 0
+    S = next((t for t in range(S) if len({prompt[t] for prompt in prompts}) > 1), S)
+    ids_PL = torch.tensor([[*p[:S], *[pad_id] * (L - len(p)), *p[S:]] for p in prompts], device=model.device)
+    attention_PL = torch.tensor([[1] * S + [0] * (L - n) + [1] * (n - S) for n in lengths], device=model.device)
+    # Without position ids a model with absolute positions (GPT-2) counts the padding.
+    positions_PL = (attention_PL.cumsum(1) - 1).clamp(min=0)
     cache = None
-    if S > 1:
-        # Without position ids a model with absolute positions (GPT-2) counts the left padding.
-        positions = (attention_PS.cumsum(1) - 1).clamp(min=0)
-        out = model(input_ids=ids_PS[:, :-1], attention_mask=attention_PS[:, :-1], position_ids=positions[:, :-1], use_cache=True,
-                    logits_to_keep=1)
-        cache = getattr(out, "cache", None)
-        # By name: a layer that mixes attention with a recurrent state has the method too, but repeats its keys and values only.
-        if cache is not None and {type(layer).__name__ for layer in cache.layers} <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
-            cache.batch_repeat_interleave(G)
-        else:
-            cache = None
-    return ids_PS.repeat_interleave(G, 0), attention_PS.repeat_interleave(G, 0), cache
+    for first, last, rows, repeats in ((0, S, 1, P), (S, L - 1, P, G)):
+        if first < last:
+            out = decoder(input_ids=ids_PL[:rows, first:last], attention_mask=attention_PL[:rows, :last],
+                          position_ids=positions_PL[:rows, first:last], cache=cache, use_cache=True)
+            cache = getattr(out, "cache", None)
+            # By name, not by the method: layers that keep more than keys and values inherit the method, and repeat only those.
+            kept = {type(layer).__name__ for layer in getattr(cache, "layers", [None])}
+            if not kept <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+                import warnings
+                warnings.warn(f"{type(model).__name__} keeps what cannot be repeated ({', '.join(sorted(kept))}): a prompt is computed "
+                              "once for each completion")
+                cache = None
+                break
+        if cache is not None:
+            cache.batch_repeat_interleave(repeats)
+    return ids_PL.repeat_interleave(G, 0), attention_PL.repeat_interleave(G, 0), cache
 
 
 def token_logprobs(model, prompts, completions, temperature, pad_id=0):
@@ -141,7 +155,7 @@ def token_logprobs(model, prompts, completions, temperature, pad_id=0):
 
     Dropout must be off, or the ratio of two passes over the same weights is not 1.
     Several tensors of B * T * V * 4 bytes live at the peak (16 rows, T 1024, V 151936: 9.3 GiB each): that, not the
-    weights, decides how many rows a micro-batch can hold.
+    weights, decides how many rows a micro-batch can hold. `shared_logprobs` does without.
     """
     assert temperature > 0, f"temperature is {temperature}; score greedy samples at the temperature of the policy, 1.0"
     P, B = len(prompts), len(completions)
@@ -171,29 +185,58 @@ def token_logprobs(model, prompts, completions, temperature, pad_id=0):
 
 
 def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
-    """`token_logprobs`, contract and result, with each prompt computed once and not once per completion.
+    """`token_logprobs`, contract and result, with every token computed once, in memory that hardly depends on V.
 
-    P prompts of p tokens with G completions of c each cost P*p + P*G*(c + 1) tokens instead of P*G*(p + c). The gradient
-    flows through the cache, in which the keys and values of a prompt are repeated G times. Falls back on the plain
-    function where there is no such cache.
+    P prompts that share S tokens and have p more each, with G completions of c, cost S + P*p + P*G*c tokens and not
+    P*G*(S + p + c). The gradient flows through the cache, in which keys and values are repeated for the rows that share them.
+    Only tokens of completions reach the output head (`head_logprobs`). Models whose cache cannot be repeated take the
+    plain function.
     """
     assert temperature > 0, f"temperature is {temperature}; score greedy samples at the temperature of the policy, 1.0"
     P, B = len(prompts), len(completions)
     assert P > 0 and B % P == 0, f"{B} completions are no multiple of {P} prompts"
-    ids_BS, attention_BS, cache = prefill(model, prompts, B // P, pad_id)
+    ids_BL, attention_BL, cache = prefill(model, prompts, B // P, pad_id)
     if cache is None:
         return token_logprobs(model, prompts, completions, temperature, pad_id)
     T = max(len(completion) for completion in completions)
-    tokens_BT = ids_BS.new_tensor([list(c) + [pad_id] * (T - len(c)) for c in completions])
-    mask_BT = torch.tensor([[True] * len(c) + [False] * (T - len(c)) for c in completions], device=model.device)
-    # On the cache of S - 1 columns: the last prompt token, which predicts the first completion token, and the completion.
-    ids = torch.cat([ids_BS[:, -1:], tokens_BT], 1)
-    attention = torch.cat([attention_BS, mask_BT.long()], 1)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -T - 1:]
-    logits_BTV = model(input_ids=ids, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True).logits[:, :-1]
-    logits_BTV = logits_BTV.float() / temperature
-    chosen_BT = logits_BTV.gather(-1, tokens_BT[..., None])[..., 0]
-    return torch.where(mask_BT, chosen_BT - logits_BTV.logsumexp(-1), 0.0), mask_BT
+    tokens_BT = ids_BL.new_tensor([list(c) + [pad_id] * (T - len(c)) for c in completions])
+    mask_BT = torch.tensor([[True] * len(c) + [False] * (T - len(c)) for c in completions], dtype=torch.bool, device=model.device)
+    # On the cache of L - 1 columns: the last prompt token, which predicts the first completion token, and all completion
+    # tokens but the last, which predicts nothing.
+    ids = torch.cat([ids_BL[:, -1:], tokens_BT[:, :-1]], 1)
+    attention = torch.cat([attention_BL, mask_BT[:, :-1].long()], 1)
+    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    out = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True)
+    hidden_ND = out.last_hidden_state[:, :T][mask_BT]
+    logp_N = head_logprobs(model, type(out), hidden_ND, tokens_BT[mask_BT], temperature)
+    return logp_N.new_zeros(B, T).masked_scatter(mask_BT, logp_N), mask_BT
+
+
+def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_bytes=2**26):
+    """Log-probabilities of N tokens from the hidden states that predict them, without N * V logits in memory.
+
+    hidden_ND: (N, D), the last hidden states of model.get_decoder(); output_type: the class it returned them in; tokens_N: (N,)
+    int64. Returns logp_N, float32, with gradient. Logits are made for a chunk of tokens at a time (their float32 take
+    chunk_bytes, and a few such tensors live at once), and again in the backward pass instead of being kept.
+    """
+    decoder = model.get_decoder()
+
+    def logprobs(hidden_nD, tokens_n):
+        # The model's own forward with the body skipped, not its output matrix: models scale or cap their logits (Gemma 2,
+        # Cohere, Granite), each in its own way.
+        own = vars(decoder).get("forward")
+        decoder.forward = lambda *args, **kwargs: output_type(last_hidden_state=hidden_nD[None])
+        try:
+            logits_nV = model(input_ids=tokens_n[None], use_cache=False).logits[0].float() / temperature
+        finally:
+            del decoder.forward
+            if own is not None:
+                decoder.forward = own
+        return logits_nV.gather(-1, tokens_n[:, None])[:, 0] - logits_nV.logsumexp(-1)
+
+    n = max(1, chunk_bytes // (4 * len(model.get_output_embeddings().weight)))
+    return torch.cat([torch.utils.checkpoint.checkpoint(logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+                      for chunk in zip(hidden_ND.split(n), tokens_N.split(n))])
 
 
 def group_advantages(rewards_PG):

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config,
-                          Qwen2ForCausalLM)
+import transformers
+from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 import grpo
-from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
-                  trajectory_logprobs)
+from grpo import (dpo_loss, group_advantages, head_logprobs, policy_loss, row_weights, sample, sft_loss, shared_logprobs,
+                  token_logprobs, trajectory_logprobs)
 
 NAN = float("nan")
 V = 50
@@ -38,20 +38,18 @@ def tiny(kind="llama", dropout=0.0, vocab=V):
     """A random model, peaked enough (scaled head) that a wrong position or mask shows."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=False,
+                 num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
                  bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
-    elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    else:
-        model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=vocab, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=None,
-            initializer_range=0.2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
-    return model.eval()
+    own = {"Gemma2": dict(sliding_window=8, final_logit_softcapping=3.0, query_pre_attn_scalar=16), "Cohere": dict(logit_scale=0.3),
+           "Granite": dict(logits_scaling=4.0), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
+           "GPTNeo": dict(window_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])}
+    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, kind.capitalize())
+    config = getattr(transformers, name + "Config")(**{**sizes, **own.get(name, {})})
+    return getattr(transformers, name + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM"))(config).eval()
 
 
 KINDS = ["llama", "qwen2", "gpt2"]
+SHARING = [*KINDS, "qwen3", "gemma2"]  # Gemma 2 with a window of 8 tokens and capped logits
 
 
 class TableModel:
@@ -98,9 +96,10 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
     close(module.group_advantages(torch.tensor([[0., 1.]])), [[-0.7070, 0.7070]], 1e-4)
 
 
-@pytest.mark.parametrize("name, needs", [("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()),
-                                         ("shared_logprobs", {"prefill", "token_logprobs"}), ("group_advantages", set()),
-                                         ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()), ("trajectory_logprobs", set()), ("dpo_loss", set())])
+@pytest.mark.parametrize("name, needs", [
+    ("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
+    ("shared_logprobs", {"prefill", "head_logprobs", "token_logprobs"}), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
+    ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
     """Its source, executed beside torch and what the docstring says it needs, finds every global that it uses."""
     space = {"torch": torch}
@@ -465,8 +464,9 @@ def test_padding_and_batch_mates_change_nothing(kind):
     assert grads(model).isfinite().all()
 
 
-def test_empty_completions_alone():
-    logp, mask = token_logprobs(tiny(), [[1, 2]], [[], []], 1.0)
+@pytest.mark.parametrize("function", [token_logprobs, shared_logprobs])
+def test_empty_completions_alone(function):
+    logp, mask = function(tiny(), [[1, 2]], [[], []], 1.0)
     assert logp.shape == mask.shape == (2, 0)
 
 
@@ -479,48 +479,153 @@ def test_lengths_are_printed_when_the_batch_does_not_fit():
         sample(tiny(), [[1], []], max_new_tokens=2, temperature=1.0, eos_ids=[1], pad_id=0, seed=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shared_prompts_change_neither_log_probs_nor_gradients(kind):
-    """Three prompts of different lengths, two completions each, one of them empty; then a single prompt of a single token."""
-    model = tiny(kind)
-    for prompts, completions in (([[1, 2, 3, 4], [5], [6, 7]], [[8, 9], [10], [11, 12, 13], [], [14], [15, 16]]), ([[1]], [[2, 3], [4]])):
-        got = {}
-        for function in (token_logprobs, shared_logprobs):
-            model.zero_grad()
-            logp, mask = function(model, prompts, completions, 0.6, pad_id=7)
-            (logp * torch.arange(1, logp.numel() + 1).view_as(logp)).sum().backward()
-            got[function] = logp.detach(), mask, grads(model)
-        (logp, mask, grad), (logp_shared, mask_shared, grad_shared) = got.values()
-        assert torch.equal(mask, mask_shared)
-        close(logp_shared, logp, 1e-5)
-        close(grad_shared / grad.abs().max(), grad / grad.abs().max(), 1e-5)
+# ---- shared_logprobs, head_logprobs ----------------------------------------------------------------------------------
+
+def draw(*lengths, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, V, (n,), generator=generator).tolist() for n in lengths]
 
 
-def test_a_recurrent_state_takes_the_plain_path():
-    """A cache with another kind of layer is not repeated, whatever methods it has."""
-    class LinearAttentionAndFullAttentionLayer:
-        pass
-
-    model, plain = tiny(), tiny()
-    real = model.forward
-
-    def forward(**kwargs):
-        out = real(**kwargs)
-        if out.cache is not None:
-            out.cache.layers[0] = LinearAttentionAndFullAttentionLayer()
-        return out
-
-    model.forward = forward
-    arguments = [[1, 2, 3], [4, 5]], [[6], [7, 8], [9], []], 1.0
-    close(shared_logprobs(model, *arguments)[0].detach(), token_logprobs(plain, *arguments)[0].detach())
+SYSTEM, OWN = list(range(20, 29)), [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13], [14, 15, 16, 17]]
+# (prompts, what each call of the body sees: rows, tokens of a row), with two completions each of at most 7 tokens
+LAYOUTS = {"padded": ([OWN[0] * 2, OWN[1] * 2, [9]], [(3, 11), (6, 7)]),
+           "shared and padded": ([SYSTEM + own for own in OWN[:3]], [(1, 9), (3, 5), (6, 7)]),
+           "shared": ([SYSTEM + own for own in OWN[3:]], [(1, 9), (2, 3), (4, 7)]),
+           "one prompt": ([SYSTEM], [(1, 8), (2, 7)]),
+           "one token": ([[1]], [(2, 3)]),  # nothing to share: plain
+           "a prompt twice": ([SYSTEM, SYSTEM], [(1, 8), (4, 7)])}
+COMPLETIONS = [*draw(5, 7, 1), [], *draw(4, 2)]
 
 
-def test_shared_prompts_are_computed_once():
-    """2 prompts of 5 and 3 tokens with 4 completions of 2: 2 * 4 prompt tokens (the last one goes with the completion), then 8 * 3."""
+@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", "gptneo", "mpt"])
+def test_shared_prompts_change_neither_log_probs_nor_gradients(kind, monkeypatch):
+    """Log-probs to 1e-4, gradients to 1e-5 of the largest, for each normalisation; and which tokens are computed."""
+    model, seen = tiny(kind), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    monkeypatch.setattr(head_logprobs, "__defaults__", (4 * V * 3,))  # three tokens at a time
+    for name, (prompts, calls) in LAYOUTS.items():
+        completions = COMPLETIONS[:2 * len(prompts)] if len(prompts[0]) > 1 else [[2, 3], [4]]
+        lengths, B = torch.tensor([len(c) for c in completions]), len(completions)
+        for norm in ("sequence", "token", "constant") if "shared" in name else ("sequence",):
+            weight, got = row_weights(lengths, torch.ones(B), norm, 8), []
+            for function in (token_logprobs, shared_logprobs):
+                model.zero_grad()
+                seen.clear()
+                logp, mask = function(model, prompts, completions, 0.6, pad_id=7)
+                old = logp.detach() - 0.1 * torch.arange(B)[:, None].remainder(3)
+                policy_loss(logp, old, torch.linspace(-1, 2, B), mask, weight)[0].backward()
+                got.append((logp.detach(), mask, grads(model)))
+            (logp, mask, grad), (logp_shared, mask_shared, grad_shared) = got
+            assert torch.equal(mask, mask_shared) and logp_shared.dtype == torch.float32
+            close(logp_shared, logp, 1e-4)
+            assert (grad_shared - grad).abs().max() <= 1e-5 * grad.abs().max() and grad.abs().max() > 0, (name, norm)
+        if kind in ("gemma2", "gptneo", "mpt") and name == "shared and padded":  # padding in the middle would shift their windows or biases
+            calls = [(3, 14), (6, 7)]
+        assert seen == calls, name
+
+
+def test_every_token_is_computed_once():
+    """S shared tokens, P prompts of p more, G completions of c: S + P*p + P*G*c tokens, less the last one of each prompt, which goes
+    with its completions in place of their own last, which predicts nothing."""
+    S, P, p, G, c = 9, 2, 4, 3, 5
     model, seen = tiny(), []
-    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
-    shared_logprobs(model, [[1, 2, 3, 4, 5], [6, 7, 8]], [[9, 10]] * 8, 1.0)
-    assert seen == [(2, 4), (8, 3)]
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    prompts, completions = [SYSTEM + own for own in OWN[3:]], draw(*[c] * P * G)
+    shared_logprobs(model, prompts, completions, 1.0)
+    assert sum(seen) == S + P * (p - 1) + P * G * c
+    seen.clear()
+    token_logprobs(model, prompts, completions, 1.0)
+    assert sum(seen) == P * G * (S + p + c)
+    seen.clear()
+    sample(model, prompts, G, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seed=0)
+    assert sum(seen) == S + P * (p - 1) + P * G * c
+
+
+def test_states_that_cannot_be_repeated_take_the_plain_path():
+    """A recurrent model, said once a place; the same log-probs, the same greedy tokens as each prompt alone."""
+    transformers.logging.set_verbosity_error()  # it says that its fast kernels are not installed
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(
+        vocab_size=V, hidden_size=16, num_hidden_layers=1, state_size=4, bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
+    prompts, completions = [SYSTEM, SYSTEM + [1]], draw(2, 3, 1, 2)
+    with pytest.warns(UserWarning, match=r"MambaForCausalLM keeps what cannot be repeated \(LinearAttentionLayer\)"):
+        logp, mask = shared_logprobs(model, prompts, completions, 0.6)
+    want, mask_want = token_logprobs(model, prompts, completions, 0.6)
+    assert torch.equal(logp, want) and torch.equal(mask, mask_want)
+    how = dict(max_new_tokens=3, temperature=0, eos_ids=[], pad_id=0, seed=0)
+    with pytest.warns(UserWarning, match="cannot be repeated"):
+        assert sample(model, prompts[:1], 2, **how) == sample(model, prompts[:1], 1, **how) * 2
+    model.get_decoder = lambda: Uncached(model.backbone)
+    with pytest.warns(UserWarning, match=r"cannot be repeated \(NoneType\)"):
+        assert torch.equal(shared_logprobs(model, prompts, completions, 0.6)[0], want)
+
+
+class Uncached:
+    config = None
+
+    def __init__(self, body):
+        self.body = body
+
+    def __call__(self, input_ids, **kwargs):
+        return SimpleNamespace(last_hidden_state=self.body(input_ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+def test_chunks_change_nothing(kind, tokens):
+    """G39. Logits of 20 tokens, 1, 3 or 21 at a time, each made twice (once more in the backward pass) and none kept."""
+    model, seen = tiny(kind), []
+    hidden, ids = torch.randn(20, 32, generator=torch.Generator().manual_seed(0)), torch.tensor(draw(20)[0])
+    cap = (lambda x: 3.0 * torch.tanh(x / 3.0)) if kind == "gemma2" else (lambda x: x)
+    got = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.numel() // V))
+    for way in ("plain", "chunks"):
+        model.zero_grad()
+        seen.clear()
+        h = hidden.clone().requires_grad_()
+        if way == "plain":
+            logp = (cap(model.lm_head(h)) / 0.6).log_softmax(-1)[range(20), ids]
+        else:
+            logp = head_logprobs(model, transformers.modeling_outputs.BaseModelOutputWithPast, h, ids, 0.6, chunk_bytes=4 * V * tokens + 1)
+        (logp * torch.linspace(-1, 1, 20)).sum().backward()
+        got.append((logp.detach(), h.grad, model.lm_head.weight.grad.clone()))
+    for one, two in zip(*got):
+        close(one, two, 1e-5)
+    assert max(seen) == min(tokens, 20) and sum(seen) == 40
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_body_is_itself_again_after_the_head(own):
+    """Also when the head raises, and where somebody (a hook of accelerate) has put a forward of its own on the body."""
+    model = tiny()
+    if own:
+        forward = model.model.forward = model.model.forward
+    output_type = transformers.modeling_outputs.BaseModelOutputWithPast
+    head_logprobs(model, output_type, torch.zeros(2, 32), torch.tensor([1, 2]), 1.0)
+    with pytest.raises(RuntimeError):
+        head_logprobs(model, output_type, torch.zeros(2, 31), torch.tensor([1, 2]), 1.0)
+    assert vars(model.model).get("forward") == (forward if own else None)
+
+
+def peak_bytes(function, model, *args):
+    """The most memory that is allocated at once during an update, above weights and their gradients, which are there before."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logp, mask = function(model, *args, 1.0)
+        sft_loss(logp, mask, torch.ones(len(mask)))[0].backward()
+    now = peak = 0
+    for event in sorted((e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def test_memory_hardly_depends_on_the_vocabulary(monkeypatch):
+    """Twice the vocabulary, the same width and bytes a chunk: less than 10 % more. On the plain path it is most of the memory."""
+    monkeypatch.setattr(head_logprobs, "__defaults__", (2**18,))
+    rows = [SYSTEM + own for own in OWN[3:]], draw(*[40] * 16)
+    plain, shared = ([peak_bytes(function, tiny(vocab=vocab), *rows) for vocab in (2000, 4000)] for function in (token_logprobs, shared_logprobs))
+    assert shared[1] < 1.1 * shared[0] and plain[1] > 1.5 * plain[0], (plain, shared)
 
 
 def test_ratio_is_exactly_one_without_dropout():
@@ -748,7 +853,10 @@ def test_trained_ids_are_the_sampled_ids():
 def test_cut_at_the_first_end_token_by_id():
     """G26: end == pad == 3. The third row starts with its end, the last has text after it."""
     class Scripted(torch.nn.Module):
-        device, generation_config = torch.device("cpu"), SimpleNamespace()
+        device, generation_config, config = torch.device("cpu"), SimpleNamespace(), None
+
+        def get_decoder(self):
+            return self
 
         def forward(self, **kwargs):  # keeps no cache
             return SimpleNamespace()
@@ -768,12 +876,13 @@ def test_completions_end_in_an_end_token_or_at_the_limit():
     assert ends == {3, 9, 11} and not any({3, 9, 11} & set(c[:-1]) for c in completions)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARING)
 def test_greedy_batch_equals_each_prompt_alone(kind):
-    """G32: the prompts are padded on the left."""
+    """G32: the prompts are padded on the left; or begin alike, and are padded behind that."""
     model, how = tiny(kind), {**HOW, "temperature": 0}
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [10] * 12]
-    assert sample(model, prompts, **how) == [sample(model, [p], **how)[0] for p in prompts]
+    for some in (prompts, LAYOUTS["shared and padded"][0]):
+        assert sample(model, some, **how) == [sample(model, [p], **how)[0] for p in some]
     twice = sample(model, prompts[:1], 2, **how)
     assert twice[0] == twice[1]
     with torch.no_grad():  # and it is the argmax
