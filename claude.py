@@ -77,22 +77,22 @@ class Claude:
         if not self._key.isascii() or not self._key.isprintable() or " " in self._key:
             raise Stop("ANTHROPIC_API_KEY is no key: it holds blanks or signs that no key has")
         url = (base_url or os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").strip().rstrip("/").removesuffix("/v1")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query:
+        parts = split_address(url)
+        if parts is None:
             raise Stop("the base URL must be of the form https://HOST/PATH, without a password in it")
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise Stop(f"the base URL speaks plain http to {parts.hostname}: only this machine itself may be asked so, others with https")
         self.host, self.url = parts.netloc, url
         self.deadline, self.budget, self.in_flight = deadline, budget, in_flight
+        self.cache = Path(cache) if cache else None
+        self.known = self._read_cache()  # everything is in memory: some hundred bytes an answer
         # One loop for the client's whole life: over several asyncio.run() an AsyncAnthropic fails, and its retries hide that.
         self.loop = asyncio.new_event_loop()
         self.client = anthropic.AsyncAnthropic(api_key=self._key, base_url=url, timeout=deadline / 3, max_retries=2)
-        self.cache = Path(cache) if cache else None
-        self.known = self._read_cache()  # everything is in memory: some hundred bytes an answer
         self.tally = Tally(f"requests to {self.host}")
         self.counts: Counter = Counter()
         self.spent: float | None = 0.0  # None: the price of some model is unknown
-        self.reserved = 0.0             # what the requests in flight may cost at most; counted where there is a budget
+        self.reserved: list[float] = []  # what each request in flight may cost at most; kept where there is a budget
         self.models: set[str] = set()   # as the answers name them
         self.checked: set[str] = set()
 
@@ -121,6 +121,7 @@ class Claude:
         replies = {key: self.known[key] for key, request in zip(keys, requests)
                    if key in self.known and checked(self.known[key], request).text is not None}
         self.counts["cached"] += len(replies)
+        self.models |= {reply.model for reply in replies.values()}
         missing = {key: (body, request) for key, body, request in zip(keys, bodies, requests) if key not in replies}
         if missing:
             replies |= self.loop.run_until_complete(self._ask_all(missing))
@@ -160,7 +161,11 @@ class Claude:
             async with slots:
                 if halted.is_set():
                     return Reply(None, "not asked")
-                reply = await self._within_budget(room, body, request)
+                try:
+                    reply = await self._within_budget(room, body, request)
+                except Stop:
+                    halted.set()  # nothing more is asked; what is on its way may be paid for and gets ten seconds to arrive
+                    raise
             if reply.text is not None:
                 self._keep(key, reply)
             return reply
@@ -168,8 +173,7 @@ class Claude:
         tasks = {key: asyncio.ensure_future(one(key, *what)) for key, what in missing.items()}
         try:
             await asyncio.gather(*tasks.values())
-        finally:  # after Stop nothing more is asked; what is on its way is paid for, so it has ten seconds to arrive
-            halted.set()
+        finally:
             await asyncio.wait(tasks.values(), timeout=10)
             for task in tasks.values():
                 task.cancel()
@@ -182,15 +186,15 @@ class Claude:
             return await self._ask(body, request)
         most = dollars(body["model"], {"cache_creation_input_tokens": len(json.dumps(body)), "output_tokens": request.max_tokens})
         async with room:
-            await room.wait_for(lambda: self.spent + self.reserved + most <= self.budget or not self.reserved)
+            await room.wait_for(lambda: self.spent + sum(self.reserved) + most <= self.budget or not self.reserved)
             if self.spent + most > self.budget:
                 raise Stop(f"the budget of ${self.budget:g} is spent up to ${self.spent:.4f}, and the next request could exceed it")
-            self.reserved += most
+            self.reserved.append(most)
         try:
             return await self._ask(body, request)
         finally:
+            self.reserved.remove(most)
             async with room:
-                self.reserved = max(0.0, self.reserved - most)
                 room.notify_all()
 
     async def _ask(self, body: dict, request: Request) -> Reply:
@@ -244,8 +248,8 @@ class Claude:
             for line in lines:
                 try:
                     record = json.loads(line)
-                    known[record.pop("key")] = Reply(reason="", **record)
-                except (ValueError, TypeError, KeyError, AttributeError):
+                    known[record["key"]] = Reply(record["text"], "", record["usage"], record["model"])
+                except (ValueError, TypeError, KeyError):
                     continue  # a blank line, or one that a killed process left unfinished
         return known
 
@@ -259,6 +263,16 @@ class Claude:
                     file.write(b"\n" + json.dumps(record).encode() + b"\n")
             except OSError as error:
                 raise Stop(f"the cache {self.cache} cannot be written: {error}") from None
+
+
+def split_address(url: str):
+    """The parts of an http address, None if it is none or holds a name, a password or a query."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True) and "@" not in parts.netloc and not parts.query
+    except ValueError:
+        return None
+    return parts if good else None
 
 
 def is_loopback(host: str) -> bool:

@@ -163,6 +163,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         raw = self.rfile.read(int(self.headers["Content-Length"]))
+        if server.closing.is_set():  # a thread of a connection that outlived the server
+            self.close_connection = True
+            return
         if self.path != "/v1/messages":
             return self.send(404, '{"detail": "Not Found"}')
         if not self.authorised():
