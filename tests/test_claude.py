@@ -300,8 +300,9 @@ def test_an_answer_that_no_longer_passes_its_check_is_asked_anew(client, tmp_pat
 
 def test_killed_in_the_middle_nothing_is_paid_twice(tmp_path):
     """The server answers 30 and holds the others; the client dies by SIGKILL; the second one asks for what is missing, and only that."""
-    code = ("import sys; sys.path[:0] = {!r}; from claude import Claude; from test_claude import request, HAIKU, KEY\n"
-            "print(len(Claude(KEY, {!r}, {!r}).complete([request(f'{{i}}?') for i in range(90)], HAIKU)))")
+    code = ("import sys; sys.path.insert(0, {!r}); from claude import Claude; from rewards import Request\n"
+            "ask = lambda i: Request([dict(role='system', content='Answer.'), dict(role='user', content=f'{{i}}?')], 64)\n"
+            "print(len(Claude({!r}, {!r}, {!r}).complete([ask(i) for i in range(90)], {!r})))")
     hold, count, lock = threading.Event(), [0], threading.Lock()
 
     def fault(body, attempt):
@@ -311,7 +312,7 @@ def test_killed_in_the_middle_nothing_is_paid_twice(tmp_path):
         return "stall" if held else None
 
     with Server(fault=fault) as server:
-        arguments = [sys.executable, "-c", code.format([str(ROOT), str(ROOT / "tests")], server.url, str(tmp_path / "c"))]
+        arguments = [sys.executable, "-c", code.format(str(ROOT), KEY, server.url, str(tmp_path / "c"), HAIKU)]
         first = subprocess.Popen(arguments)
         until = time.time() + 120
         kept = lambda: len((tmp_path / "c").read_text().split("\n\n")) if (tmp_path / "c").exists() else 0
@@ -320,7 +321,8 @@ def test_killed_in_the_middle_nothing_is_paid_twice(tmp_path):
         first.send_signal(signal.SIGKILL)
         first.wait()
         hold.set()
-        assert kept() == 30 and len(server.requests) == 90 and subprocess.run(arguments, capture_output=True, text=True, timeout=120).stdout.strip() == "90"
+        assert kept() == 30 and len(server.requests) == 90
+        assert subprocess.run(arguments, capture_output=True, text=True, timeout=120).stdout.strip() == "90"
         assert len(server.requests) == 90 + 60 and len(server.answered) == 90 and set(server.answered.values()) == {1}
 
 
