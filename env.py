@@ -17,8 +17,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, NamedTuple
 
-from rewards import Reply, Request, clean
-
 # ------------------------------------------------------------------------------------------------- 0. the prompt
 
 SYSTEM_PROMPT = """\
@@ -782,7 +780,7 @@ class ModelUser:
 
     def __init__(self, scenario: Scenario, complete: Callable, draw: int = 0):
         self.scenario, self.complete, self.draw = scenario, complete, draw
-        self.pending: Request | None = None
+        self.pending = None  # a rewards.Request while an answer is awaited
         self.corrections = 0
         self.heard: set[str] = set()  # references told so far
         self.open = [domain for domain, _ in scenario.requests if scenario.goal[domain].get("book")]  # not yet booked as wanted
@@ -791,9 +789,10 @@ class ModelUser:
         self.messages = [{"role": "system", "content": USER_PROMPT.format(
             goal=json.dumps(wants, indent=1), requests="\n".join(f"- {text}" for _, text in scenario.requests))}]
 
-    def ask(self, text: str | None) -> None:
+    def ask(self, text: str) -> None:
         """Take in what the agent says; `pending` is then what the model is to be asked."""
-        if new := set(REFERENCE.findall(text or "")) - self.heard:
+        from rewards import Request, clean  # only here: all else works from a copy of this file alone
+        if new := set(REFERENCE.findall(text)) - self.heard:
             self.heard |= new
             if self.open:
                 rivals = [c for a in self.scenario.ambiguities if a["domain"] == self.open[0] for c in a["candidates"]]
@@ -801,15 +800,11 @@ class ModelUser:
                     self.corrections += 1  # the scripted user's measure: the report states something wrong
                 else:
                     self.open.pop(0)
-        if text is None:
-            said = "(The assistant waits for your first request.)"
-        else:
-            said = json.dumps(clean(text, 4000).replace("###", ""))
-        self.messages.append({"role": "user", "content": said})
+        self.messages.append({"role": "user", "content": json.dumps(clean(text, 4000).replace("###", ""))})
         self.pending = Request(list(self.messages), 1024, draw=self.draw)
 
-    def hear(self, reply: Reply) -> tuple[str, str]:
-        """What the user says, and whether the dialogue goes on."""
+    def hear(self, reply) -> tuple[str, str]:
+        """From a rewards.Reply: what the user says, and whether the dialogue goes on."""
         self.pending = None
         if reply.text is None:
             return "", "error"
@@ -823,8 +818,9 @@ class ModelUser:
 
     def opening(self) -> str:
         """The first request, which no model needs to be asked for."""
-        self.ask(None)
-        return self.hear(Reply(self.scenario.requests[0][1]))[0]
+        text = self.scenario.requests[0][1]
+        self.messages += [{"role": "user", "content": "(The assistant waits for your first request.)"}, {"role": "assistant", "content": text}]
+        return text
 
 
 def user_values(wants: dict) -> dict[str, str]:
