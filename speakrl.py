@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -37,11 +38,11 @@ import torch
 
 from data.speaker import Oracle, decision_points, play, with_thinks
 from data.towns import SPLITS, scenario_pair
-from env import (MAX_TURNS, HumanUser, Scenario, ScriptedUser, parse_turn, render_prompt, run_dialogues, score_dialogue, shown,
-                 start_dialogue)
+from env import (MAX_TURNS, SYSTEM_PROMPT, TOOLS, HumanUser, ModelUser, Scenario, ScriptedUser, merge_roles, parse_turn, render_chat,
+                 render_prompt, run_dialogues, score_dialogue, shown, start_dialogue)
 from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
                   trajectory_logprobs)
-from rewards import RuleJudge, needs_judge, reward_parts
+from rewards import ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
 # Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; is not, as any place will do; the rest.
@@ -80,8 +81,14 @@ class Settings:
     max_new_tokens: int = 90     # tokens of a completion
     micro_rows: int = 32         # completions forwarded at once in the update (dpo: always the turns of one pair)
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
-    judge: str = "rule"          # who scores the questions
-    user: str = "script"         # who plays the user in evaluation
+    judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
+    judge_model: str = "claude-haiku-5-5"  # judge claude: the model
+    self_judge: str = "frozen"   # judge self: frozen (the start, a second model in memory) or current (the policy as it is)
+    base_url: str = ""           # claude: address of a compatible server; empty: ANTHROPIC_BASE_URL, or Anthropic's own
+    cache: str = "runs/claude.jsonl"  # claude: file of its answers; what stands there is not paid for again
+    budget_usd: float = 0.0      # claude: stop before a command has spent more; 0: no limit
+    user: str = "script"         # who plays the user in evaluation: script, claude, or model (a local one)
+    user_model: str = ""         # user claude: the model, empty: claude-haiku-5-5; user model: folder or hub id, empty: the policy
     n: int = 25000               # data: ambiguous dialogues to build
     multiwoz: str = ""           # eval, compare, data: folder with MultiWOZ; its goals take the place of generated towns
     split: str = "valid"         # eval, compare: valid, test or test-new-words
@@ -100,9 +107,11 @@ class Settings:
 
 
 CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
-           "judge": ("rule",), "user": ("script",), "split": ("train", "valid", "test", "test-new-words")}
+           "judge": ("rule", "claude", "self"), "self_judge": ("frozen", "current"), "user": ("script", "claude", "model"),
+           "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
-MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds"}
+MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds",
+              "base_url", "cache", "budget_usd"}
 # What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
 DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
@@ -145,8 +154,13 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
         value = getattr(settings, name)
         if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
+    if not 0 <= settings.budget_usd < math.inf:
+        raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
     if settings.minibatch and settings.prompts % settings.minibatch:
         raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
+    here = command != "eval" or settings.judge == "self" or settings.user == "model" and not settings.user_model
+    if settings.model.startswith("claude:") and here:
+        raise UserError(f"--model {settings.model}: Claude can be evaluated (eval), but neither trained nor loaded here")
     if (command == "compare") != (settings.method == "compare"):
         raise UserError(f"{command} and --method {settings.method} do not go together: compare trains with all methods, and goes on with "
                         "compare --resume")
@@ -214,16 +228,17 @@ class Policy:
         """What the policy wrote, without its end token (cut by id, so that no end text can spoil the form)."""
         return self.tokenizer.decode([t for t in completion if t not in self.eos_ids], skip_special_tokens=True)
 
-    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128) -> list[list[int]]:
+    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128,
+               max_new_tokens: int | None = None) -> list[list[int]]:
         """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
         prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
         completions_B: list = [None] * (len(prompts) * G)
         for k in range(0, len(order), max(1, rows // G)):
             chunk = order[k:k + max(1, rows // G)]
-            new = sample(self.model, [prompts[p] for p in chunk], G, max_new_tokens=self.settings.max_new_tokens, eos_ids=self.eos_ids,
-                         pad_id=self.pad_id, temperature=self.settings.temperature if temperature is None else temperature,
-                         seed=stream(seed, k))
+            new = sample(self.model, [prompts[p] for p in chunk], G, eos_ids=self.eos_ids, pad_id=self.pad_id,
+                         max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k),
+                         temperature=self.settings.temperature if temperature is None else temperature)
             for i, p in enumerate(chunk):
                 completions_B[p * G:(p + 1) * G] = new[i * G:(i + 1) * G]
         return completions_B
@@ -241,6 +256,27 @@ class Policy:
             for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls))):
                 texts[i] = self.text(completion)
             return texts
+        return act
+
+
+class ClaudeAgent:
+    """Claude in the place of the policy, in evaluation: the same prompt, the same grammar, the same tools as text."""
+    prefilled_think = False
+
+    def __init__(self, settings: Settings):
+        self.complete = claude(settings, settings.model.removeprefix("claude:"))
+
+    def agent(self, seed: int):
+        """`agent(histories) -> texts`. What was refused or cut off is a turn that cannot be read; no answer at all raises Stop, for
+        it would be scored as the model's failure."""
+        system = {"role": "system", "content": SYSTEM_PROMPT + "\nTools:\n" + "\n".join(map(json.dumps, TOOLS.values()))}
+
+        def act(histories: list[list[dict]]) -> list[str]:
+            replies = self.complete([Request([system, *merge_roles(history)], 4096, draw=seed) for history in histories])
+            for reply in replies:
+                if reply.text is None and reply.usage is None:
+                    raise Stop(f"the agent gave no answer: {reply.reason}")
+            return [reply.text or "" for reply in replies]
         return act
 
 
@@ -650,9 +686,10 @@ def evaluation_scenarios(settings: Settings) -> list[Scenario]:
 
 
 def play_scenarios(policy: Policy, scenarios: list[Scenario], repeat: int, settings: Settings) -> list:
-    """One dialogue of the policy with the scripted user for each scenario, all in step."""
+    """One dialogue of the policy with a user for each scenario, all in step."""
     from tqdm import tqdm  # comes with transformers
-    dialogues = [start_dialogue(s, ScriptedUser(s, repeat), repeat) for s in scenarios]
+    user = make_user(settings, policy)
+    dialogues = [start_dialogue(s, user(s, repeat), repeat) for s in scenarios]
     act = policy.agent(stream(settings.seed, "eval", repeat))
     with tqdm(total=len(dialogues), unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
         def agent(histories):
@@ -703,13 +740,16 @@ def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Setting
 def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> dict:
     """One sample on each held-out decision point (at most MAX_POINTS, the same every time): format, when, clarify (a missing
     question counts 0), lengths."""
+    if isinstance(policy, ClaudeAgent):  # it is compared by its dialogues
+        return dict.fromkeys(("format", "when", "clarify", "think_tokens", "clarify_tokens")) | {"judge_failed": 0, "points": 0}
     points = [p for s in scenarios for p in decision_points(s)]
     points = random.Random(0).sample(points, min(len(points), MAX_POINTS))
     points = [p for p in ({**p, "prompt": policy.prompt(p["messages"])} for p in points) if len(p["prompt"]) <= settings.max_prompt]
     completions = policy.sample([p["prompt"] for p in points], 1, stream(settings.seed, "points"))
     figures = summarise(score_completions(policy, points, completions, judge, "conditional"), policy)
     return {"format": figures["format"], "when": figures["when"], "clarify": figures["clarify_over_due"],
-            "think_tokens": figures["think_tokens"], "clarify_tokens": figures["clarify_tokens"], "points": len(points)}
+            "think_tokens": figures["think_tokens"], "clarify_tokens": figures["clarify_tokens"], "judge_failed": figures["judge_failed"],
+            "points": len(points)}
 
 
 def transcript(dialogue) -> str:
@@ -877,9 +917,9 @@ def training_step(settings: Settings, policy: Policy, judge, done: int) -> tuple
 
 def train(settings: Settings) -> Path:
     """The training loop: data order, optimiser, progress, evaluation, checkpoints, resume. Returns the run folder."""
+    judge = make_judge(settings, lambda: policy)  # before there is a folder: it may refuse its key or model
     settings, folder, checkpoint = open_run(settings)
     policy = Policy(str(checkpoint or settings.model), settings)
-    judge = make_judge(settings)
     # No weight decay, and no learning-rate schedule: --steps may change when a run is resumed.
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0, eps=settings.adam_eps)
     state = {"samples_seen": 0}
@@ -914,6 +954,7 @@ def train(settings: Settings) -> Path:
             metrics = {"step": step + 1, "samples_seen": state["samples_seen"], **metrics}
             if guard and (step + 1) % settings.guard_every == 0:
                 metrics |= guard()
+            metrics |= CLAUDE[0].report() if CLAUDE else {}
             metrics["seconds"] = time.time() - began
             for row in rows:
                 turn = row.pop("turn")._asdict()
@@ -925,6 +966,10 @@ def train(settings: Settings) -> Path:
                 save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
             if stop:
                 break
+    except Stop:  # raised by the judge, before the update of its step: the weights are still those of step `done`
+        if done:
+            save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
+        raise
     finally:
         progress.close()
         signal.signal(signal.SIGINT, previous)
@@ -1023,7 +1068,8 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
         for line in (run / "metrics.jsonl").read_text().splitlines():
             training = {key: value + json.loads(line)[key] for key, value in training.items()}
     print(f"\nevaluating {name}, seed {settings.seed}, on {settings.split} ...", flush=True)
-    policy, judge = Policy(str(run) if method else settings.model, settings), make_judge(settings)
+    policy = Policy(str(run) if method else settings.model, settings)
+    judge = make_judge(settings, lambda: policy)
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     if method == "sft":  # the paper says that SFT overfits: how does it do on the towns it was trained on?
         seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns), multiwoz="")
@@ -1094,16 +1140,62 @@ def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, floa
 
 # ------------------------------------------------------------------------------------------------- 7. the commands
 
-def make_judge(settings: Settings):
-    """The judge by name; a judge is any callable judge(items) -> verdicts."""
-    return {"rule": RuleJudge}[settings.judge]()
+def make_judge(settings: Settings, policy):
+    """The judge by name; a judge is any callable judge(items) -> verdicts. `policy()` is the one in training, asked for when used."""
+    if settings.judge == "claude":
+        return ClaudeJudge(claude(settings, settings.judge_model))
+    if settings.judge == "self":
+        start = Policy(settings.model, settings) if settings.self_judge == "frozen" else None
+        return SelfJudge(lambda requests: local_complete(start or policy(), requests))
+    return RuleJudge()
+
+
+def make_user(settings: Settings, policy):
+    """`user(scenario, repeat)`: who plays the user of a scenario, by name."""
+    if settings.user == "claude":
+        complete = claude(settings, settings.user_model or Settings.judge_model)
+    elif settings.user == "model":
+        model = Policy(settings.user_model, settings) if settings.user_model else policy
+        complete = functools.partial(local_complete, model)
+    else:
+        return ScriptedUser
+    return lambda scenario, repeat: ModelUser(scenario, complete, repeat)
+
+
+CLAUDE: list = []  # the one client of a command, made when Claude is first used
+
+
+def claude(settings: Settings, model: str):
+    """`complete(requests) -> replies` by a model of Claude, which is looked up before anything is paid for."""
+    from claude import Claude  # only here: whoever does without Claude does without its SDK
+    try:
+        if not CLAUDE:
+            CLAUDE.append(Claude(os.environ.get("ANTHROPIC_API_KEY"), settings.base_url, settings.cache, settings.budget_usd))
+        if model not in CLAUDE[0].checked:
+            note = CLAUDE[0].check(model)
+            print(f"{model} at {CLAUDE[0].host}" + f": {note}" * bool(note), flush=True)
+    except Stop as error:
+        raise UserError(str(error)) from None
+    return functools.partial(CLAUDE[0].complete, model=model)
+
+
+def local_complete(policy: Policy, requests: list) -> list[Reply]:
+    """`complete(requests) -> replies` by a local model: greedy, and nothing of the model or of a random stream changes. An answer
+    that is cut off, or a request that is too long for the model, is a failed reply."""
+    prompts = [tuple(render_chat(policy.tokenizer, request.messages)) for request in requests]
+    room = getattr(policy.model.config, "max_position_embeddings", math.inf)
+    fits = {p: r.max_tokens for p, r in zip(prompts, requests) if len(p) + r.max_tokens <= room}  # equal prompts once
+    completions = policy.sample([list(p) for p in fits], 1, 0, 0.0, policy.settings.micro_rows, max(fits.values(), default=1))
+    texts = {p: policy.text(c) if c and c[-1] in policy.eos_ids else None for p, c in zip(fits, completions)}
+    return [Reply(None, f"{len(p)} tokens are too long for this model") if p not in texts
+            else Reply(None, "cut off") if texts[p] is None else checked(Reply(texts[p]), r) for p, r in zip(prompts, requests)]
 
 
 def run_eval(settings: Settings) -> None:
     """`eval`: figures on the screen, with intervals; everything, and a record per dialogue, in --json FILE."""
     scenarios = evaluation_scenarios(settings)
-    policy = Policy(settings.model, settings)
-    figures, dialogues = evaluate(policy, make_judge(settings), scenarios, settings)
+    policy = ClaudeAgent(settings) if settings.model.startswith("claude:") else Policy(settings.model, settings)
+    figures, dialogues = evaluate(policy, make_judge(settings, lambda: policy), scenarios, settings)
     for dialogue in dialogues[:settings.show]:
         print(transcript(dialogue) + "\n")
     where = settings.multiwoz or f"{settings.goals} ambiguous goals and their clear twins of {settings.split}"
@@ -1114,7 +1206,8 @@ def run_eval(settings: Settings) -> None:
             print(f"{label:<28}{figures[name]:>8.3f}" + (f"   [{low:.3f}, {high:.3f}]" if low is not None else ""))
     print("ended: " + ", ".join(f"{reason} {count}" for reason, count in figures["ended"].items()))
     if settings.json:
-        write_json(Path(settings.json), {"settings": dataclasses.asdict(settings), **figures})
+        spent = CLAUDE[0].report() if CLAUDE else {}
+        write_json(Path(settings.json), {"settings": dataclasses.asdict(settings), **figures, **spent})
 
 
 def run_chat(settings: Settings) -> None:
@@ -1158,9 +1251,17 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"speakrl: {error}", file=sys.stderr)
         return 2
+    except Stop as error:
+        resume = " --resume" if command in ("train", "compare") else ""
+        print(f"speakrl: {error}. What was done is kept: go on with {command}{resume}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\nspeakrl: stopped at once; the last checkpoint is complete", file=sys.stderr)
         return 130
+    finally:
+        if CLAUDE:
+            print(CLAUDE[0], flush=True)
+            CLAUDE.pop().close()
     return 0
 
 

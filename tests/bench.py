@@ -1,4 +1,5 @@
-"""How long a GRPO step takes, and what computing each prompt once saves: `python tests/bench.py`.
+"""How long a GRPO step takes, and what computing each prompt once saves: `python tests/bench.py`. With `--claude`: what claude.py
+costs on top of the SDK, against a stand-in on loopback that takes 250 ms for an answer.
 
 Each shape is timed plain (every completion carries its prompt through the network, all logits at once) and shared (`grpo.prefill`,
 `grpo.head_logprobs`), in turn and in one run, each measurement in a process of its own, so that its peak of memory is its own.
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -77,12 +79,45 @@ def measure(shape: str, part: str, way: str, pipe) -> None:
     pipe.send({"seconds": min(times), "tokens": tokens, "forwarded": sum(forwarded), "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "before_mb": before})
 
 
+def measure_claude(calls: int = 2000) -> None:
+    """Seconds for judgements, 64 at a time: a bare loop of threads over the SDK, and claude.py with its checks and its cache."""
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+    import anthropic
+    from anthropic_server import KEY
+    from claude import Claude
+    from rewards import ClaudeJudge
+    items = [([{"role": "user", "content": "A table for a few of us."}], f"For 3, 4 or {i} people?", None) for i in range(calls)]
+    server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "anthropic_server.py"), "--delay", "0.25"], stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().strip()
+        with tempfile.TemporaryDirectory() as folder:
+            ours = Claude(KEY, url, cache=f"{folder}/cache.jsonl")
+            bodies = []
+            ClaudeJudge(lambda requests: bodies.extend(ours._body(r, "claude-haiku-5-5") for r in requests) or [])(items)
+            with anthropic.Anthropic(api_key=KEY, base_url=url) as bare, ThreadPoolExecutor(64) as pool:
+                began = time.time()
+                list(pool.map(lambda body: bare.messages.create(**body), bodies))
+                plain = time.time() - began
+            began = time.time()
+            verdicts = ClaudeJudge(lambda requests: ours.complete(requests, "claude-haiku-5-5"))(items)
+            checked = time.time() - began
+            ours.close()
+    finally:
+        server.terminate()
+    assert len(verdicts) == calls and all(v.scores for v in verdicts)
+    print(f"{calls} calls of 250 ms: {plain:.1f} s bare, {checked:.1f} s with claude.py, {checked / plain:.2f} times")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=2, help="rounds of plain, shared, plain, shared, ...")
     parser.add_argument("--json", help="also write the measurements to this file")
+    parser.add_argument("--claude", action="store_true", help="measure claude.py instead")
     args = parser.parse_args()
+    if args.claude:
+        return measure_claude()
     context, found = multiprocessing.get_context("spawn"), []
     print("| shape | part | way | forwarded | seconds | completion tokens/s | peak MB | plain / shared |\n|---|---|---|---|---|---|---|---|")
     for shape in args.shapes:
