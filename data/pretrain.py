@@ -195,7 +195,7 @@ def gate(folder: str, goals: int) -> None:
     import speakrl
     settings = speakrl.Settings(model=folder, goals=goals)
     policy, scenarios = speakrl.Policy(folder, settings), speakrl.evaluation_scenarios(settings)
-    figures, dialogues = speakrl.evaluate(policy, speakrl.make_judge(settings), scenarios, settings)
+    figures, dialogues = speakrl.evaluate(policy, speakrl.make_judge(settings, lambda: policy), scenarios, settings)
     ambiguous = [s for s in scenarios if s.ambiguity]
     asks = [any(turn.clarify or "?" in (turn.reply or "") for _, _, turn in d.steps) for d in dialogues if d.scenario.ambiguity]
 
