@@ -43,6 +43,7 @@ class Demonstrator(Oracle):
     `always_ask`: asks whenever a question is due; `self.unlearned` then lists the steps whose decision to ask carries no loss."""
 
     STYLES, ASK = (0.4, 0.32, 0.28), (0.04, 0.12, 0.5)  # shares of think styles; chance of asking when due, by style
+    UNLEARNED_STYLES = (0.2, 0.2, 0.6)                    # the same where asking is not learned: nor is the choice of the style
     NEEDLESS = 0.004                                      # chance of asking when nothing is due, per step
 
     def __init__(self, ambiguity, seed: str, always_ask: bool):
@@ -51,7 +52,7 @@ class Demonstrator(Oracle):
 
     def __call__(self, history: list[dict]) -> str:
         rng, belief, due = self.rng, read_history(history), clarify_due(history, self.ambiguity)
-        style = rng.choices((0, 1, 2), self.STYLES)[0]
+        style = rng.choices((0, 1, 2), self.UNLEARNED_STYLES if due and self.always_ask else self.STYLES)[0]
         ambiguity = self.ambiguity
         asks = due and (self.always_ask or rng.random() < self.ASK[style])
         if not due and not belief.booked and rng.random() < self.NEEDLESS:
@@ -89,7 +90,7 @@ def demonstrate(seed: int) -> list[tuple[list[dict], list[tuple[int, str, list]]
     """The demonstrator's dialogues in one town: (visible messages, [(messages before the step, text, learned spans of it)])
     for the ambiguous scenario (asking or careless) and its clear twin."""
     rng, made = random.Random(f"pretrain {seed}"), []
-    for scenario in scenario_pair(seed, invented=0.3):
+    for scenario in scenario_pair(seed, kinds=("branch", "underspecified", "underspecified", "vague"), invented=0.5):
         agent = Demonstrator(scenario.ambiguity, scenario.id, always_ask=rng.random() < 0.75)
         dialogue = play(scenario, agent, max_corrections=2)
         made.append((dialogue.messages, [(n, text, undecided(text) if k in agent.unlearned else [(0, len(text) + 1)])

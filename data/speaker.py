@@ -313,16 +313,18 @@ def word_think(kind: str, belief: Belief, open_detail: dict | None, style: int, 
     check = ", ".join(f"{slot} {value}" for slot, value in belief.said.items()) + ". "
     if kind == "report":
         return f"{'Booked' if belief.booked else 'Found'}: {check}{step}"
+    if open_detail and open_detail["kind"] == "underspecified" and belief.domain in VENUES:
+        return f"{check}{total}{columns(belief, open_detail['slot'])}. {open_detail['slot']} is open. {step}"
     if open_detail:
-        seen = compare(belief) if open_detail["kind"] == "underspecified" else ""
-        return f"{check}{total}{seen}{open_detail['slot']} is open: {alternatives(tails(open_detail, belief))}. {step}"
+        return f"{check}{total}{open_detail['slot']} is open: {alternatives(tails(open_detail, belief))}. {step}"
     return f"{check}{total}{'Any will do. ' if belief.any_will_do else rng.choice(('All given. ', 'One reading is left. '))}{step}"
 
 
-def compare(belief: Belief) -> str:
-    """The first two places side by side, in the fields that the user did not name: "east thai; north thai. "."""
-    fields = [slot for slot in FIELDS[belief.domain] if slot != "name" and slot not in belief.said]
-    return "; ".join(" ".join(row[slot] for slot in fields if slot in row) for row in belief.rows[:2]) + ". "
+def columns(belief: Belief, slot: str) -> str:
+    """The result column by column, up to the open one: "pricerange cheap, cheap; food thai, greek"."""
+    fields = [field for field in FIELDS[belief.domain] if field != "name" and field not in belief.said]
+    shown = [field for field in fields[:fields.index(slot)] if field in belief.rows[0]] + [slot]
+    return "; ".join(f"{field} {', '.join(str(row.get(field)) for row in belief.rows)}" for field in shown)
 
 
 def word_report(belief: Belief, rng: random.Random) -> str:

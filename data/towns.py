@@ -33,6 +33,9 @@ NEW_LAST = {"restaurant": "bistro tavern cauldron griddle saucer radish turnip m
             "hotel": "hostel residence quarters sanctuary hideaway chalet lighthouse hammock terrace pavilion priory grange".split(),
             "attraction": "aquarium planetarium monument cathedral zoo labyrinth".split()}
 REAL_WORDS = {*FIRST, *NEW_FIRST, *(word for pool in (*LAST.values(), *NEW_LAST.values()) for word in pool)}
+LETTERS = "eeeeetttaaaoooiinnsshrrddllccuummwwffggyyppbbvvkkjxqz"  # about as often as in English
+ONSETS = "b c d f g h j k l m n p qu r s t v w z br ch cl cr dr fl gr pl sh st th tr".split()
+VOWELS, CODAS = "a e i o u a e i o u ai ea ee oo ou".split(), ("", "", "", *"n r l s t m ck ll nd ng nt rd st".split())
 BRANCHES = ("north", "south", "east", "west", "centre", "station", "market", "harbour", "riverside", "airport")
 FOODS = ("chinese indian italian french thai british spanish turkish korean mexican greek japanese").split()
 ATTRACTIONS = ("museum", "college", "theatre", "park", "swimmingpool", "nightclub")
@@ -61,18 +64,24 @@ def _name_split(name: str) -> str:
     return "valid" if bucket == 0 else "test" if bucket < 3 else "train"
 
 
+def made_up_word(rng: random.Random) -> str:
+    """Syllables, or letters in no order at all: a policy taught with syllables alone copied nothing else."""
+    if rng.random() < 0.5:
+        return "".join(rng.choices(LETTERS, k=rng.randrange(3, 9)))
+    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((1, 2, 2, 3))))
+
+
 def venue_names(domain: str, count: int, split: str, rng: random.Random, invented: float = 0.0) -> list[str]:
-    """`count` distinct names of two words that belong to the split; a share of them made up from syllables (for pretraining:
-    a policy that can copy any word also copies those it has never seen)."""
+    """`count` distinct names of two words that belong to the split; a share of them with one or two made-up words (for
+    pretraining: a policy that can copy any word also copies those it has never seen)."""
     first, last = (NEW_FIRST, NEW_LAST) if split == "test-new-words" else (FIRST, LAST)
     names: list[str] = []
     while len(names) < count:
         words = [rng.choice(first), rng.choice(last[domain])]
         if rng.random() < invented:
-            k = rng.randrange(2)
-            words[k] = "".join(rng.choice("bcdfglmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 3)))) \
-                + rng.choice(("", "n", "r", "s", "l", "t"))
-            if words[k] in REAL_WORDS:
+            for k in rng.choice(((0,), (1,), (0, 1), (0, 1))):
+                words[k] = made_up_word(rng)
+            if REAL_WORDS & {*words} - {*first, *last[domain]} or len({*words}) < 2:
                 continue
         elif split != "test-new-words" and _name_split(" ".join(words)) != split:
             continue
