@@ -276,8 +276,8 @@ def test_minibatches_and_epochs_use_log_probs_fixed_before_the_first_update():
 
 def test_micro_batches_do_not_change_the_update():
     weights = []
-    for micro_rows in (1, 3, 64):
-        policy, optimiser = fresh(Settings().model, micro_rows=micro_rows, group=8)
+    for micro_tokens in (1, 500, 10**6):  # rows alone; groups in parts; all at once
+        policy, optimiser = fresh(Settings().model, micro_tokens=micro_tokens, group=8)
         grpo_step(policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), points_for(policy), RuleJudge(), policy.settings, 0)
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
     assert (weights[0] - weights[2]).abs().max() < 1e-5 and (weights[1] - weights[2]).abs().max() < 1e-5
@@ -330,8 +330,8 @@ def test_the_guard_knows_a_policy_that_lost_its_skill(policy):
 
 def test_sft_lowers_its_loss_and_micro_batches_do_not_change_the_update():
     weights = []
-    for micro_rows in (1, 64):
-        policy, _ = fresh(Settings().model, method="sft", micro_rows=micro_rows, norm="token", max_new_tokens=90)
+    for micro_tokens in (1, 10**6):
+        policy, _ = fresh(Settings().model, method="sft", micro_tokens=micro_tokens, norm="token", max_new_tokens=90)
         examples = training_examples(policy.settings, policy)[0][:6]
         optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.3)
         losses = [speakrl.sft_step(policy, optimiser, examples, policy.settings, step)["loss"] for step in range(3)]
