@@ -124,7 +124,7 @@ MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "sav
 DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
-                         max_new_tokens=1024, micro_tokens=16384, dtype="bf16", checkpointing=True, towns=20000, device="cuda")}
+                         max_new_tokens=1024, micro_tokens=8192, dtype="bf16", checkpointing=True, towns=20000, device="cuda")}
 
 
 def parse_settings(argv: list[str]) -> tuple[str, Settings]:
@@ -262,6 +262,8 @@ class Policy:
         """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
         prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
+        longest = max(map(len, prompts), default=0) + (max_new_tokens or self.settings.max_new_tokens)
+        rows = min(rows, 2**18 // longest)  # the cache grows with both: of a 7B model, 2**18 tokens are 22 GB
         completions_B: list = [None] * (len(prompts) * G)
         for k in range(0, len(order), max(1, rows // G)):
             chunk = order[k:k + max(1, rows // G)]
@@ -343,10 +345,10 @@ def checksums(checkpoint: Path) -> str:
 def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, "" if every file is as it was written."""
     try:
-        was = (checkpoint / "SHA256SUMS").read_text(errors="replace").splitlines()
+        was = (checkpoint / "SHA256SUMS").read_text(errors="replace").split("\n")
     except OSError as error:
         return str(error)
-    files = sorted({line.split("  ")[-1] for line in set(was) ^ set(checksums(checkpoint).splitlines())})
+    files = sorted({line.split("  ")[-1] for line in set(was) ^ set(checksums(checkpoint).split("\n"))})
     return f"{', '.join(files)}: not as in SHA256SUMS" if files else ""
 
 
