@@ -192,7 +192,8 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
     runs: dict[str, list[dict]] = {"plain": [], "shared": []}
     theirs = {}
     if shape in SHAPES:
-        theirs = {f"trl {n}": run for n in (1, 4, 8, 16) if (run := in_process(measure_trl, shape, "", f"trl {n}", folder))}
+        rows = SHAPES[shape][0] * SHAPES[shape][1] if SHAPES[shape] else 64
+        theirs = {f"trl {n}": run for n in (1, 4, 8, 16) if rows % n == 0 and (run := in_process(measure_trl, shape, "", f"trl {n}", folder))}
     if theirs:
         best = min(theirs, key=lambda way: theirs[way]["rollout"] + theirs[way]["update"])
         runs[best] = []
