@@ -17,7 +17,7 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
 here, but that `sample` needs `prefill`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
-Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
+`checkpoint_layers` trades time for memory in all of them. Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
 1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without; the clip and a small learning rate
@@ -237,6 +237,41 @@ def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_by
     n = max(1, chunk_bytes // (4 * len(model.get_output_embeddings().weight)))
     return torch.cat([torch.utils.checkpoint.checkpoint(logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
                       for chunk in zip(hidden_ND.split(n), tokens_N.split(n))])
+
+
+def checkpoint_layers(model):
+    """Gradient checkpointing that keeps the cache: from now on each layer of the decoder remembers what went in, no more, and
+    the backward pass runs it again. About a third more work in the update; without gradients (sampling) nothing changes.
+
+    transformers' own drops the cache, since a second run would append to it a second time, and with it all that is shared. Here
+    the second run starts from the keys and values that the first one found. For a model in eval mode (dropout would differ).
+    """
+    import copy
+    from torch.utils.checkpoint import checkpoint
+
+    def checkpointed(forward, k):
+        def wrapper(hidden_BTD, *args, **kwargs):
+            if not torch.is_grad_enabled():
+                return forward(hidden_BTD, *args, **kwargs)
+            cache = next((a for a in (*args, *kwargs.values()) if hasattr(a, "layers")), None)
+            if cache is None:
+                return checkpoint(forward, hidden_BTD, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            found = copy.copy(cache.layers[k])  # an update puts new tensors in its place and leaves these as they are
+
+            def run(hidden_BTD):
+                now, cache.layers[k] = cache.layers[k], copy.copy(found)
+                try:
+                    return forward(hidden_BTD, *args, **kwargs), cache.layers[k]
+                finally:  # the second run is broken off by an exception as soon as it has made what is missing
+                    cache.layers[k] = now
+
+            out, cache.layers[k] = checkpoint(run, hidden_BTD, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return wrapper
+
+    layers = next(module for module in model.get_decoder().children() if isinstance(module, torch.nn.ModuleList))
+    for k, layer in enumerate(layers):
+        layer.forward = checkpointed(layer.forward, k)
 
 
 def group_advantages(rewards_PG):

@@ -6,6 +6,7 @@
     python speakrl.py train --method sft          the baselines: sft imitates, dpo prefers asking to guessing; --data FILE
     python speakrl.py data --n 25000              builds SpeakER and SpeakER-DPO; --multiwoz DIR, --out DIR
     python speakrl.py compare                     base, SFT, DPO and SpeakRL at equal numbers of trained tokens, as a table
+    torchrun --nproc_per_node 2 speakrl.py train  several processes, the prompts of a step split among them
 
 Reads top to bottom: settings (1), the policy and its data (2), one step of GRPO, SFT and DPO (3), evaluation (4), the one
 training loop with its checkpoints (5), the comparison (6), the commands (7). What is learnt from and how stands in env.py,
@@ -20,7 +21,10 @@ Where this departs from the textbook:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import datetime
+import fcntl
 import functools
 import hashlib
 import json
@@ -40,11 +44,12 @@ from data.speaker import Oracle, decision_points, play, with_thinks
 from data.towns import SPLITS, scenario_pair
 from env import (MAX_TURNS, SYSTEM_PROMPT, TOOLS, HumanUser, ModelUser, Scenario, ScriptedUser, merge_roles, parse_turn, render_chat,
                  render_prompt, run_dialogues, score_dialogue, shown, start_dialogue)
-from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
+from grpo import (checkpoint_layers, dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs,
                   trajectory_logprobs)
 from rewards import ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # this process, of so many; from torchrun
 # Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; is not, as any place will do; the rest.
 STAGE_SHARES = {"ask": 0.375, "answered": 0.125, "twin": 0.25, "any": 0.125, "other": 0.125}
 SIDES = {"sft": ("completion",), "dpo": ("chosen", "rejected")}  # what an example of a baseline's data holds beside its prompt
@@ -79,7 +84,10 @@ class Settings:
     temperature: float = 1.0     # of sampling, and of the log-probs in the loss
     max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
     max_new_tokens: int = 90     # tokens of a completion
-    micro_rows: int = 32         # completions forwarded at once in the update (dpo: always the turns of one pair)
+    micro_tokens: int = 4096     # tokens forwarded at once in the update, padding counted (dpo: always the turns of one pair)
+    dtype: str = "fp32"          # of forward and backward passes: fp32 or bf16; weights, optimiser and log-softmax are float32 always
+    checkpointing: bool = False  # keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time
+    zero: bool = False           # several processes: each keeps its share of the optimiser's state
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
     judge_model: str = "claude-haiku-5-5"  # judge claude: the model
@@ -108,15 +116,15 @@ class Settings:
 
 CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
            "judge": ("rule", "claude", "self"), "self_judge": ("frozen", "current"), "user": ("script", "claude", "model"),
-           "split": ("train", "valid", "test", "test-new-words")}
+           "dtype": ("fp32", "bf16"), "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds",
-              "base_url", "cache", "budget_usd"}
+              "base_url", "cache", "budget_usd", "zero"}
 # What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
 DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL).
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
-                         max_new_tokens=1024, micro_rows=4, towns=20000, device="cuda")}
+                         max_new_tokens=1024, micro_tokens=8192, dtype="bf16", checkpointing=True, towns=20000, device="cuda")}
 
 
 def parse_settings(argv: list[str]) -> tuple[str, Settings]:
@@ -147,7 +155,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     own = DEFAULTS.get(command, {}) | DEFAULTS.get({**saved, **given}.get("method"), {})
     settings = Settings(**{**own, **preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
-                            micro_rows=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
+                            micro_tokens=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
     for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
@@ -161,6 +169,8 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     here = command != "eval" or settings.judge == "self" or settings.user == "model" and not settings.user_model
     if settings.model.startswith("claude:") and here:
         raise UserError(f"--model {settings.model}: Claude can be evaluated (eval), but neither trained nor loaded here")
+    if WORLD > 1 and command != "train":
+        raise UserError(f"{command} runs in one process: python speakrl.py {command}; torchrun is for train")
     if (command == "compare") != (settings.method == "compare"):
         raise UserError(f"{command} and --method {settings.method} do not go together: compare trains with all methods, and goes on with "
                         "compare --resume")
@@ -196,15 +206,23 @@ class Policy:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
         disable_progress_bar()  # one for every file loaded and saved would bury ours
+        from safetensors import SafetensorError
+        if settings.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"--device {settings.device}: torch finds no CUDA device here; leave the flag away to train on the CPU")
+        if settings.dtype == "bf16" and not has_bf16(settings.device):
+            raise UserError(f"--dtype bf16: {settings.device} has no bfloat16 arithmetic here; train with --dtype fp32")
         path = newest_checkpoint(path) or path
         if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1):
             raise UserError(f"--model {path}: no such folder, and no hub id such as Qwen/Qwen2.5-0.5B-Instruct")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)
-            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(settings.device)
-        except (OSError, ValueError) as error:
+            # Never a pickle, never code that comes with a model: both could do anything.
+            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True).to(settings.device)
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"--model {path} cannot be loaded: {str(error).splitlines()[0]}") from error
         self.model.eval()  # and stays so: with dropout, the ratio of two passes over the same weights would not be 1
+        if settings.checkpointing:
+            checkpoint_layers(self.model)
         self.settings = settings
         ends = self.model.generation_config.eos_token_id
         self.eos_ids = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
@@ -228,17 +246,36 @@ class Policy:
         """What the policy wrote, without its end token (cut by id, so that no end text can spoil the form)."""
         return self.tokenizer.decode([t for t in completion if t not in self.eos_ids], skip_special_tokens=True)
 
+    def compute(self):
+        """The context of every forward pass: with --dtype bf16 its products are made in bfloat16."""
+        # A weight's bfloat16 copy is kept for the length of the context, 2 bytes a parameter: worth it for each token that is sampled.
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16",
+                              cache_enabled=not (self.settings.checkpointing and torch.is_grad_enabled()))
+
+    def logprobs(self, prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """grpo.shared_logprobs with this policy's settings."""
+        with self.compute():
+            return shared_logprobs(self.model, prompts, completions, self.settings.temperature, self.pad_id)
+
     def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128,
                max_new_tokens: int | None = None) -> list[list[int]]:
         """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
         prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
+        longest = max(map(len, prompts), default=0) + (max_new_tokens or self.settings.max_new_tokens)
+        rows = min(rows, 2**18 // longest)  # the cache grows with both: of a 7B model, 2**18 tokens are 22 GB
         completions_B: list = [None] * (len(prompts) * G)
         for k in range(0, len(order), max(1, rows // G)):
             chunk = order[k:k + max(1, rows // G)]
-            new = sample(self.model, [prompts[p] for p in chunk], G, eos_ids=self.eos_ids, pad_id=self.pad_id,
-                         max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k),
-                         temperature=self.settings.temperature if temperature is None else temperature)
+            try:
+                with torch.no_grad(), self.compute():
+                    new = sample(self.model, [prompts[p] for p in chunk], G, eos_ids=self.eos_ids, pad_id=self.pad_id,
+                                 max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k),
+                                 temperature=self.settings.temperature if temperature is None else temperature)
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                raise UserError("the policy is broken: its probabilities are no numbers. Take an earlier checkpoint, or a lower --lr") from error
             for i, p in enumerate(chunk):
                 completions_B[p * G:(p + 1) * G] = new[i * G:(i + 1) * G]
         return completions_B
@@ -257,6 +294,13 @@ class Policy:
                 texts[i] = self.text(completion)
             return texts
         return act
+
+
+def has_bf16(device: str) -> bool:
+    """Whether a device computes in bfloat16 itself (emulated, it is slower than float32)."""
+    if device.startswith("cuda"):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return device == "cpu" and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class ClaudeAgent:
@@ -281,9 +325,31 @@ class ClaudeAgent:
 
 
 def newest_checkpoint(folder: str) -> str | None:
-    """The last complete checkpoint of a run folder, None if it has none."""
-    found = sorted(Path(folder, "checkpoints").glob("step-*")) if folder else []
-    return str(found[-1]) if found else None
+    """The last complete checkpoint of a run folder, None if it has none; UserError if all it has are damaged."""
+    found = sorted(Path(folder, "checkpoints").glob("step-*"), reverse=True) if folder else []
+    for path in found:
+        if not (fault := damage(path)):
+            return str(path)
+        print(f"{path} is damaged ({fault}) and not used", flush=True)
+    if found:
+        raise UserError(f"every checkpoint in {folder} is damaged; start again with another --out")
+    return None
+
+
+def checksums(checkpoint: Path) -> str:
+    """What `sha256sum *` prints in the folder of a checkpoint."""
+    return "".join(f"{hashlib.file_digest(file.open('rb'), 'sha256').hexdigest()}  {file.name}\n"
+                   for file in sorted(checkpoint.iterdir()) if file.name != "SHA256SUMS" and not file.name.startswith("."))
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, "" if every file is as it was written."""
+    try:
+        was = (checkpoint / "SHA256SUMS").read_text(errors="replace").split("\n")
+    except OSError as error:
+        return str(error)
+    files = sorted({line.split("  ")[-1] for line in set(was) ^ set(checksums(checkpoint).split("\n"))})
+    return f"{', '.join(files)}: not as in SHA256SUMS" if files else ""
 
 
 def read_jsonl(path: str, wrong) -> list[dict]:
@@ -469,30 +535,77 @@ def score_completions(policy: Policy, points_B: list[dict], completions_B: list[
     return rows
 
 
+def micro_batches(groups: list[list[int]], prompts_B, completions_B, budget: int) -> list[list[int]]:
+    """Rows that are forwarded together: as many groups as fit into a budget of tokens (padding counted), those of similar length
+    together. A group, the rows of one prompt, stays whole, since its prompt is computed once, unless it is over the budget alone."""
+    def tokens(*groups):
+        rows = [b for group in groups for b in group]
+        return len(groups) * max(len(prompts_B[b]) for b in rows) + len(rows) * max(len(completions_B[b]) for b in rows)
+
+    batches: list[list[list[int]]] = []
+    for group in sorted(groups, key=tokens):
+        n = next((n for n in range(len(group), 1, -1) if tokens(group[:n]) <= budget), 1)
+        if batches and n == len(group) and tokens(*batches[-1], group) <= budget:
+            batches[-1].append(group)
+        else:
+            batches += [[group[k:k + n]] for k in range(0, len(group), n)]
+    return [[b for group in batch for b in group] for batch in batches]
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all processes, in its place; exactly the same in each of them."""
+    if WORLD > 1:
+        with together():
+            torch.distributed.all_reduce(tensor)
+    return tensor
+
+
+@contextlib.contextmanager
+def together():
+    """What all processes do at once fails in each of them when one has died."""
+    try:
+        yield
+    except RuntimeError as error:
+        if WORLD == 1:
+            raise
+        raise UserError(f"another process of this run has ended early ({str(error).splitlines()[0]}). The last checkpoint is complete: go on "
+                        "with --resume") from error
+
+
 def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Settings, step: int) -> tuple[dict, list[dict]]:
-    """Sample G completions for each of P points, reward them, and improve the policy. Returns (metrics, rows of samples)."""
-    P, G, model = len(points), settings.group, policy.model
+    """Sample G completions for each of P points, reward them, and improve the policy. Returns (metrics, rows of samples).
+
+    With several processes each samples and forwards every WORLD-th prompt; completions, rewards and gradients are added up, so that
+    all of them know the whole step: the same denominators, the same update."""
+    P, G = len(points), settings.group
+    prompts_B, mine = [p["prompt"] for p in points for _ in range(G)], range(RANK, P, WORLD)
     began = time.time()
-    completions_B = policy.sample([p["prompt"] for p in points], G, stream(settings.seed, "sample", step))
+    new = policy.sample([points[p]["prompt"] for p in mine], G, stream(settings.seed, "sample", step) + RANK)
+    ids_BT = torch.zeros(P * G, settings.max_new_tokens, dtype=torch.long)
+    for b, completion in zip([p * G + g for p in mine for g in range(G)], new):
+        ids_BT[b, :len(completion)] = torch.tensor(completion, dtype=torch.long) + 1
+    completions_B = [[t - 1 for t in row if t] for row in all_sum(ids_BT).tolist()]
     sampled = time.time() - began
-    rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward)
-    rewards_B = torch.tensor([math.nan if row["reward"] is None else row["reward"] for row in rows_B])
+    rows_B, rewards_B, stop = [], torch.zeros(P * G), None
+    if RANK == 0:  # one process asks the judge: one budget, one cache
+        try:
+            rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward)
+            rewards_B = torch.tensor([math.nan if row["reward"] is None else row["reward"] for row in rows_B])
+        except Stop as error:
+            stop, rewards_B = error, rewards_B + math.inf  # the others, too, have to hear of it
+    if all_sum(rewards_B).isinf().any():
+        raise stop or Stop("process 0 has stopped")
     adv_B = group_advantages(rewards_B.view(P, G)).flatten()
     known_B, lengths_B = ~rewards_B.isnan(), torch.tensor([len(c) for c in completions_B])
     flat_P = (adv_B.view(P, G) == 0).all(1)
 
     def logprobs(rows):
-        prompts = dict.fromkeys(b // G for b in rows)
-        return shared_logprobs(model, [points[p]["prompt"] for p in prompts], [completions_B[b] for b in rows], settings.temperature,
-                               policy.pad_id)
+        return policy.logprobs([points[p]["prompt"] for p in dict.fromkeys(b // G for b in rows)], [completions_B[b] for b in rows])
 
     def cut(prompts):
-        """Micro-batches of rows: the groups that have a gradient, whole (their prompt is computed once), those of similar prompts
-        together; a group of more than micro_rows in parts."""
-        prompts = sorted((p for p in prompts if not flat_P[p]), key=lambda p: len(points[p]["prompt"]))
-        n, m = settings.micro_rows // G or 1, min(settings.micro_rows, G)
-        return [[p * G + g for p in prompts[k:k + n] for g in range(first, min(first + m, G))]
-                for k in range(0, len(prompts), n) for first in range(0, G, m)]
+        """This process's micro-batches: the groups that have a gradient."""
+        groups = [list(range(p * G, (p + 1) * G)) for p in prompts if p in mine and not flat_P[p]]
+        return micro_batches(groups, prompts_B, completions_B, settings.micro_tokens)
 
     updates = [range(k, k + (settings.minibatch or P)) for k in range(0, P, settings.minibatch or P)]
     old_logp: dict[int, torch.Tensor] = {}
@@ -508,7 +621,6 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
         rows_all = [b for p in prompts for b in range(p * G, (p + 1) * G)]
         # Over ALL rows of the update, before the micro-batch loop: flat groups keep their place, unknown rewards have none.
         weight_B = dict(zip(rows_all, row_weights(lengths_B[rows_all], known_B[rows_all], settings.norm, settings.max_new_tokens)))
-        optimiser.zero_grad(set_to_none=True)  # without any gradient AdamW stands still; at 0 its momentum would move the weights
         for rows in cut(prompts):
             logp_BT, mask_BT = logprobs(rows)
             old_BT = logp_BT.detach()
@@ -523,6 +635,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
             totals = {name: value + metrics[name].item() for name, value in totals.items()}
         norms.append(update(policy, optimiser, settings, step))
 
+    totals = add_up(totals)
     trained, weight = int(totals.pop("tokens")), totals.pop("weight") or 1.0
     metrics = {**summarise(rows_B, policy), **{name: value / weight for name, value in totals.items()},
                "flat": flat_P.float().mean().item(), "grad_norm": sum(norms) / len(norms), "examples": P * G,
@@ -531,38 +644,46 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     return metrics, rows_B
 
 
+def add_up(totals: dict[str, float]) -> dict[str, float]:
+    """The sums of all processes."""
+    return dict(zip(totals, all_sum(torch.tensor(list(totals.values()), dtype=torch.float64)).tolist()))
+
+
 def update(policy: Policy, optimiser, settings: Settings, step: int) -> float:
-    """Clip the gradient and step; the norm before clipping."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), settings.grad_clip).item()
+    """Add up the gradients of all processes, clip, step, and drop the gradients; the norm before clipping."""
+    parameters = list(policy.model.parameters())
+    # Without any gradient AdamW stands still; at 0 its momentum would move the weights.
+    if WORLD > 1 and all_sum(torch.tensor([float(any(p.grad is not None for p in parameters))])) > 0:
+        for p in parameters:
+            p.grad = all_sum(torch.zeros_like(p) if p.grad is None else p.grad)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip).item()
     if not math.isfinite(norm):
         raise UserError(f"step {step + 1}: the gradient is {norm}; the last checkpoint is intact: start again with a lower --lr")
-    optimiser.step()
+    with together():
+        optimiser.step()
+    optimiser.zero_grad(set_to_none=True)  # and the next rollout has their memory
     return norm
 
 
 def sft_step(policy: Policy, optimiser, examples: list[dict], settings: Settings, step: int) -> dict:
     """Imitate the agent turns of `examples`. Returns metrics."""
-    began, loss_sum = time.time(), 0.0
-    rows = [row for e in examples for row in e["completion"]]
-    lengths_B = torch.tensor([len(completion) for _, completion in rows])
-    weight_B = row_weights(lengths_B, torch.ones(len(rows)), settings.norm, settings.max_new_tokens)
-    optimiser.zero_grad(set_to_none=True)
-    order = sorted(range(len(rows)), key=lambda b: len(rows[b][0]) + len(rows[b][1]))  # those of similar length together
-    for some in (order[k:k + settings.micro_rows] for k in range(0, len(order), settings.micro_rows)):
-        prompts, completions = zip(*(rows[b] for b in some))
-        logp_BT, mask_BT = token_logprobs(policy.model, prompts, completions, settings.temperature, policy.pad_id)
-        loss, _ = sft_loss(logp_BT, mask_BT, weight_B[some].to(logp_BT.device))
+    began, totals = time.time(), {"loss": 0.0}
+    prompts_B, completions_B = zip(*(row for e in examples for row in e["completion"]))
+    lengths_B = torch.tensor([len(completion) for completion in completions_B])
+    weight_B = row_weights(lengths_B, torch.ones(len(lengths_B)), settings.norm, settings.max_new_tokens)
+    for rows in micro_batches([[b] for b in range(RANK, len(lengths_B), WORLD)], prompts_B, completions_B, settings.micro_tokens):
+        logp_BT, mask_BT = policy.logprobs([prompts_B[b] for b in rows], [completions_B[b] for b in rows])
+        loss, _ = sft_loss(logp_BT, mask_BT, weight_B[rows].to(logp_BT.device))
         loss.backward()
-        loss_sum += loss.item()
+        totals["loss"] += loss.item()
     norm, trained = update(policy, optimiser, settings, step), lengths_B.sum().item()
-    return {"loss": loss_sum, "grad_norm": norm, "examples": len(rows), "trained_tokens": trained, "sampled_tokens": 0,
+    return {**add_up(totals), "grad_norm": norm, "examples": len(lengths_B), "trained_tokens": trained, "sampled_tokens": 0,
             "tokens_per_second": trained / (time.time() - began)}
 
 
-def pair_logprobs(policy: Policy, pair: dict, settings: Settings) -> torch.Tensor:
-    """[log-prob of chosen, log-prob of rejected], each the sum over its agent turns, in one pass."""
-    rows = pair["chosen"] + pair["rejected"]
-    logp_BT, mask_BT = token_logprobs(policy.model, *zip(*rows), settings.temperature, policy.pad_id)
+def pair_logprobs(policy: Policy, pair: dict) -> torch.Tensor:
+    """[log-prob of chosen, log-prob of rejected], each the sum over its agent turns, in one pass: all turns begin with one prompt."""
+    logp_BT, mask_BT = policy.logprobs(*zip(*(pair["chosen"] + pair["rejected"])))
     side_B = torch.tensor([0] * len(pair["chosen"]) + [1] * len(pair["rejected"]), device=logp_BT.device)
     return trajectory_logprobs(logp_BT, mask_BT, side_B, 2)
 
@@ -573,24 +694,22 @@ def add_reference(pairs: list[dict], policy: Policy, settings: Settings, done: i
     Computed once, so that no second model stays in memory, and pair by pair as in training, so that the first margin is exactly 0."""
     from tqdm import tqdm  # comes with transformers
     start = policy if done == 0 else Policy(settings.model, settings)
-    drawn = {id(p): p for step in range(done, settings.steps) for p in draw(pairs, settings.prompts, step, settings.seed, "order")}
-    for pair in tqdm(drawn.values(), unit="pair", disable=not sys.stderr.isatty(), leave=False):
-        pair["reference"] = pair_logprobs(start, pair, settings)
+    drawn = {id(p): p for step in range(done, settings.steps) for p in draw(pairs, settings.prompts, step, settings.seed, "order")[RANK::WORLD]}
+    for pair in tqdm(drawn.values(), unit="pair", disable=RANK > 0 or not sys.stderr.isatty(), leave=False):
+        pair["reference"] = pair_logprobs(start, pair)
 
 
 def dpo_step(policy: Policy, optimiser, pairs: list[dict], settings: Settings, step: int) -> dict:
     """Prefer the chosen dialogues of `pairs` to the rejected ones, more than the start did. Returns metrics."""
-    began, totals = time.time(), {}
-    optimiser.zero_grad(set_to_none=True)
-    for pair in pairs:  # a pair is one term of the loss, so all of its turns go through the model together
-        logp_2, reference_2 = pair_logprobs(policy, pair, settings), pair["reference"]
+    began, totals = time.time(), dict.fromkeys(("loss", "margin", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
+    for pair in pairs[RANK::WORLD]:  # a pair is one term of the loss, so all of its turns go through the model together
+        logp_2, reference_2 = pair_logprobs(policy, pair), pair["reference"]
         weight_1 = torch.full_like(logp_2[:1], 1 / len(pairs))
         loss, metrics = dpo_loss(logp_2[:1], logp_2[1:], reference_2[:1], reference_2[1:], weight_1, settings.beta)
         loss.backward()
-        totals = {name: totals.get(name, 0.0) + value.item() for name, value in {"loss": loss, **metrics}.items()}
-    del totals["weight"]
+        totals = {name: value + (loss if name == "loss" else metrics[name]).item() for name, value in totals.items()}
     norm, trained = update(policy, optimiser, settings, step), sum(pair["tokens"] for pair in pairs)
-    return {**totals, "grad_norm": norm, "examples": len(pairs), "trained_tokens": trained, "sampled_tokens": 0,
+    return {**add_up(totals), "grad_norm": norm, "examples": len(pairs), "trained_tokens": trained, "sampled_tokens": 0,
             "tokens_per_second": trained / (time.time() - began)}
 
 
@@ -643,7 +762,8 @@ class Guard:
         logp = tokens = exact = 0.0
         for prompt, turn, first in self.turns:
             ids = torch.tensor([prompt + turn], device=self.policy.model.device)
-            logits_TV = self.policy.model(input_ids=ids, logits_to_keep=len(turn) + 1).logits[0, first:-1].float()
+            with self.policy.compute():
+                logits_TV = self.policy.model(input_ids=ids, logits_to_keep=len(turn) + 1).logits[0, first:-1].float()
             target_T = ids[0, len(prompt) + first:]
             logp += logits_TV.log_softmax(-1).gather(1, target_T[:, None]).sum().item()
             tokens += len(target_T)
@@ -803,54 +923,96 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def save_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: dict, keep: int) -> None:
-    """checkpoints/step-000100: a Hugging Face folder, the optimiser in safetensors, the rest in JSON; no pickle. Written beside,
-    synced and renamed, and only then are older ones removed: whenever the process dies, the newest folder is complete."""
+    """checkpoints/step-000100: a Hugging Face folder, the optimiser in safetensors, the rest in JSON, checksums; no pickle. Written
+    beside, synced and renamed, and only then are older ones removed: whenever the process dies, the newest folder is complete.
+    Every process has to call this; the first one writes all but the others' shares of the optimiser (--zero)."""
     final, part = folder / f"step-{step:06d}", folder / f".part-step-{step:06d}"
+    if final.exists():
+        return  # a step has one outcome, and this one is complete
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        if RANK == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        all_sum(torch.zeros(1))  # the folder is there
         write_checkpoint(part, step, policy, optimiser, state)
-        for path in [*part.iterdir(), part]:
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-    except OSError as error:
+        all_sum(torch.zeros(1))  # all have written
+        if RANK == 0:
+            (part / "SHA256SUMS").write_text(checksums(part))
+            for path in [*part.iterdir(), part]:
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+            os.replace(part, final)
+    except UserError:
+        raise
+    except Exception as error:  # on a full disk safetensors and tokenizers raise errors of their own, no OSError
         shutil.rmtree(part, ignore_errors=True)
-        raise UserError(f"{final} could not be saved: {error}; {shutil.disk_usage(folder).free >> 20} MB are free. "
+        raise UserError(f"{final} could not be saved: {error}; {shutil.disk_usage(folder.parent).free >> 20} MB are free. "
                         "The checkpoint before it is intact: make room and go on with --resume") from error
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    for old in sorted(folder.glob("step-*"))[:-keep] if RANK == 0 else ():
         shutil.rmtree(old)
 
 
 def write_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: dict) -> None:
-    """The files of a checkpoint."""
+    """This process's files of a checkpoint."""
     from safetensors.torch import save_file
-    policy.model.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-    names, state_of = [name for name, _ in policy.model.named_parameters()], optimiser.state_dict()["state"]
-    tensors = {f"{names[i]}.{key}": value for i, values in state_of.items() for key, value in values.items()}
-    save_file(tensors, folder / "optimiser.safetensors")
-    write_json(folder / "trainer.json", {"step": step, **state})
+    own = getattr(optimiser, "optim", optimiser)  # of a ZeroRedundancyOptimizer, the part that has this process's share
+    if RANK == 0 or own is not optimiser:
+        tensors = {f"{name}.{key}": value for name, p in policy.model.named_parameters() for key, value in own.state.get(p, {}).items()}
+        save_file(tensors, folder / f"optimiser{RANK or ''}.safetensors")
+    if RANK == 0:
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        write_json(folder / "trainer.json", {"step": step, **state})
+
+
+def make_optimiser(policy: Policy, settings: Settings):
+    """AdamW without weight decay; there is no learning-rate schedule, since --steps may change when a run is resumed."""
+    parameters = list(policy.model.parameters())
+    # fused: without temporary copies of the moments, which would be the largest thing in a GPU's memory
+    how = dict(lr=settings.lr, weight_decay=0.0, eps=settings.adam_eps, fused=parameters[0].is_cuda)
+    if settings.zero and WORLD > 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **how)
+    return torch.optim.AdamW(parameters, **how)
 
 
 def load_optimiser(folder: Path, policy: Policy, optimiser) -> None:
-    """The moments of AdamW back from a checkpoint, by parameter name."""
-    from safetensors.torch import load_file
-    tensors, state = load_file(folder / "optimiser.safetensors"), optimiser.state_dict()
-    for i, (name, _) in enumerate(policy.model.named_parameters()):
-        if f"{name}.exp_avg" in tensors:  # no moments yet where every group so far was flat
-            state["state"][i] = {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-    optimiser.load_state_dict(state)
+    """The moments of AdamW back from a checkpoint, by parameter name; however many processes wrote it, a process takes its share."""
+    from safetensors import safe_open
+    own = getattr(optimiser, "optim", optimiser)
+    share = {p for group in own.param_groups for p in group["params"]}
+    for path in folder.glob("optimiser*.safetensors"):
+        with safe_open(path, "pt") as file:
+            known = set(file.keys())
+            for name, p in policy.model.named_parameters():
+                if p in share and f"{name}.exp_avg" in known:  # no moments yet where every group so far was flat
+                    own.state[p] = {key: file.get_tensor(f"{name}.{key}").to(p.device) for key in ("step", "exp_avg", "exp_avg_sq")}
 
 
-def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
-    """(settings with --out resolved, run folder, checkpoint to resume from). Refuses to write over a run, or to resume another."""
+def open_run(settings: Settings) -> tuple:
+    """(settings with --out resolved, run folder, checkpoint to resume from or None, the folder's lock). Refuses to write over a run, to
+    resume another, and to share a folder; the lock holds until it is closed or forgotten, or its process dies."""
     used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
     folder = Path(settings.out or f"runs/{settings.method}-{int(used[-1].name[-3:]) + 1 if used else 1:03d}")
     settings = dataclasses.replace(settings, out=str(folder))
-    checkpoint = newest_checkpoint(str(folder))
+    all_sum(torch.zeros(1))  # all processes have named the same folder, before there is one
+    lock = take_folder(folder, settings) if RANK == 0 else None
+    all_sum(torch.zeros(1))
+    checkpoint = newest_checkpoint(str(folder)) if settings.resume else None
+    return settings, folder, checkpoint and Path(checkpoint), lock
+
+
+def take_folder(folder: Path, settings: Settings):
+    """Lock the run folder, check that this run may write there, and clear away what an interrupted or damaged one left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another process is writing to {folder}: wait for its end, or name another folder with --out") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error}") from error
     if (folder / "settings.json").exists() and not settings.resume:
         raise UserError(f"{folder} holds a run already: continue it with --resume, or name another folder with --out")
     if settings.resume:
@@ -864,12 +1026,16 @@ def open_run(settings: Settings) -> tuple[Settings, Path, Path | None]:
             raise UserError(f"--resume: the settings differ from those of {folder}: {'; '.join(changed)}")
         for left in (folder / "checkpoints").glob(".part-*"):
             shutil.rmtree(left)
+        newest = newest_checkpoint(str(folder))
+        for path in (folder / "checkpoints").glob("step-*"):
+            if str(path) > newest:  # damaged, and said so
+                shutil.rmtree(path.with_name(f"damaged-{path.name}"), ignore_errors=True)
+                os.replace(path, path.with_name(f"damaged-{path.name}"))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "settings.json", dataclasses.asdict(settings))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
-    return settings, folder, Path(checkpoint) if checkpoint and settings.resume else None
+    return lock
 
 
 class Progress:
@@ -877,7 +1043,7 @@ class Progress:
 
     def __init__(self, start: int, total: int):
         from tqdm import tqdm  # comes with transformers
-        self.bar = tqdm(total=total, initial=start, unit="step") if sys.stderr.isatty() else None
+        self.bar = tqdm(total=total, initial=start, unit="step") if sys.stderr.isatty() and RANK == 0 else None
         self.total, self.began, self.start = total, time.time(), start
 
     def __call__(self, m: dict) -> None:
@@ -916,35 +1082,42 @@ def training_step(settings: Settings, policy: Policy, judge, done: int) -> tuple
 
 
 def train(settings: Settings) -> Path:
-    """The training loop: data order, optimiser, progress, evaluation, checkpoints, resume. Returns the run folder."""
-    judge = make_judge(settings, lambda: policy)  # before there is a folder: it may refuse its key or model
-    settings, folder, checkpoint = open_run(settings)
+    """The training loop: data order, optimiser, progress, evaluation, checkpoints, resume. Returns the run folder. Of several
+    processes, all of which run this, the first one judges, evaluates, logs and saves."""
+    if WORLD > 1 and not torch.distributed.is_initialized():
+        cuda = settings.device == "cuda" and torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # The others wait while the first one evaluates; of a process that has died they hear at once.
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(hours=12))
+    judge = make_judge(settings, lambda: policy) if RANK == 0 else None  # before there is a folder: it may refuse its key or model
+    settings, folder, checkpoint, lock = open_run(settings)  # the lock is held until this returns
     policy = Policy(str(checkpoint or settings.model), settings)
-    # No weight decay, and no learning-rate schedule: --steps may change when a run is resumed.
-    optimiser = torch.optim.AdamW(policy.model.parameters(), lr=settings.lr, weight_decay=0.0, eps=settings.adam_eps)
+    optimiser = make_optimiser(policy, settings)
     state = {"samples_seen": 0}
     done = 0
     if checkpoint:
         state = json.loads((checkpoint / "trainer.json").read_text())
         done = state.pop("step")
         load_optimiser(checkpoint, policy, optimiser)
-    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "evals.jsonl") if RANK == 0 else ():
         cut_back(folder / name, done)
     take_step, about = training_step(settings, policy, judge, done)
-    print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, {about}", flush=True)
-    guard = Guard(policy) if settings.guard_every else None
-    if done == 0:
+    print(f"{folder}: {sum(p.numel() for p in policy.model.parameters()) / 1e6:.1f} M parameters, {about}"
+          + f", {WORLD} processes" * (WORLD > 1), flush=True)
+    guard = Guard(policy) if settings.guard_every and RANK == 0 else None
+    if done == 0 and RANK == 0:
         record_evaluation(policy, judge, settings, folder, 0)
     stop = False
 
     def interrupt(signum, frame):
         nonlocal stop
-        if stop:
+        if stop and WORLD == 1:  # torchrun passes on the Ctrl-C that the terminal has sent already
             raise KeyboardInterrupt
         stop = True
         print("\nfinishing this step, then saving (press again to stop at once)", flush=True)
 
-    previous = signal.signal(signal.SIGINT, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     progress = Progress(done, settings.steps)
     try:
         for step in range(done, settings.steps):
@@ -959,9 +1132,11 @@ def train(settings: Settings) -> Path:
             for row in rows:
                 turn = row.pop("turn")._asdict()
                 append_line(folder / "samples.jsonl", {"step": step + 1, **row, "question": turn.pop("clarify"), **turn})
-            append_line(folder / "metrics.jsonl", metrics)
+            if RANK == 0:
+                append_line(folder / "metrics.jsonl", metrics)
             progress(metrics)
             done = step + 1
+            stop = all_sum(torch.tensor([float(stop)])).item() > 0  # a signal to one stops all, after the same step
             if stop or done % settings.save_every == 0 or done == settings.steps:
                 save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
             if stop:
@@ -972,10 +1147,11 @@ def train(settings: Settings) -> Path:
         raise
     finally:
         progress.close()
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if stop:
         print(f"stopped after step {done}; go on with: python speakrl.py train --resume --out {folder}", flush=True)
-    else:
+    elif RANK == 0:
         record_evaluation(policy, judge, settings, folder, done)
         print_evaluations(folder)
         print(f"\nthe trained policy: {newest_checkpoint(str(folder))}", flush=True)
@@ -1021,7 +1197,7 @@ PAIRED = {"success": "success", "uncorrected": "uncorrected", "turns": "turns", 
 def compare(settings: Settings) -> None:
     """`compare`: from one base and one data set, every method with equal numbers of trained tokens and every seed; the table in
     compare.md and compare.json. What was done is not done again: training resumes, each evaluation lies in a file."""
-    settings, folder, _ = open_run(settings)
+    settings, folder, _, lock = open_run(settings)  # the lock is held until this returns
     data = Path(settings.data) if settings.data else write_town_data(folder / "data", settings.towns)
     for file in (file for _, *files in COMPARED.values() for file in files):
         if not (data / file).exists():
@@ -1185,7 +1361,7 @@ def local_complete(policy: Policy, requests: list) -> list[Reply]:
     prompts = [tuple(render_chat(policy.tokenizer, request.messages)) for request in requests]
     room = getattr(policy.model.config, "max_position_embeddings", math.inf)
     fits = {p: r.max_tokens for p, r in zip(prompts, requests) if len(p) + r.max_tokens <= room}  # equal prompts once
-    completions = policy.sample([list(p) for p in fits], 1, 0, 0.0, policy.settings.micro_rows, max(fits.values(), default=1))
+    completions = policy.sample([list(p) for p in fits], 1, 0, 0.0, max_new_tokens=max(fits.values(), default=1))
     texts = {p: policy.text(c) if c and c[-1] in policy.eos_ids else None for p, c in zip(fits, completions)}
     return [Reply(None, f"{len(p)} tokens are too long for this model") if p not in texts
             else Reply(None, "cut off") if texts[p] is None else checked(Reply(texts[p]), r) for p, r in zip(prompts, requests)]
@@ -1245,20 +1421,25 @@ COMMANDS = {"train": train, "eval": run_eval, "data": run_data, "compare": compa
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; mistakes of the user come back as one line and exit code 2."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM is another Ctrl-C
+    speaker, command = "speakrl" + f" (process {RANK})" * (RANK > 0), ""
     try:
         command, settings = parse_settings(sys.argv[1:] if argv is None else argv)
-        COMMANDS[command](settings)
+        with contextlib.redirect_stdout(sys.stdout if RANK == 0 else open(os.devnull, "w")):  # of the others only errors are heard
+            COMMANDS[command](settings)
     except UserError as error:
-        print(f"speakrl: {error}", file=sys.stderr)
+        print(f"{speaker}: {error}", file=sys.stderr)
         return 2
-    except Stop as error:
+    except (Stop, OSError) as error:
         resume = " --resume" if command in ("train", "compare") else ""
-        print(f"speakrl: {error}. What was done is kept: go on with {command}{resume}", file=sys.stderr)
+        kept = f". What was done is kept: go on with {command}{resume}" * bool(resume or isinstance(error, Stop))
+        print(f"{speaker}: {error}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nspeakrl: stopped at once; the last checkpoint is complete", file=sys.stderr)
+        print(f"\n{speaker}: stopped at once; the last checkpoint is complete", file=sys.stderr)
         return 130
     finally:
+        signal.signal(signal.SIGTERM, before)
         if CLAUDE:
             print(CLAUDE[0], flush=True)
             CLAUDE.pop().close()
@@ -1266,4 +1447,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if WORLD > 1:  # gloo's threads may abort a process on its way out, all work done ("terminate called without an active exception")
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

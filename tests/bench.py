@@ -1,10 +1,15 @@
-"""How long a GRPO step takes, and what computing each prompt once saves: `python tests/bench.py`. With `--claude`: what claude.py
-costs on top of the SDK, against a stand-in on loopback that takes 250 ms for an answer.
+"""How long a GRPO step takes, and what computing each token once saves: `python tests/bench.py`, an hour on two cores.
 
-Each shape is timed plain (every completion carries its prompt through the network, all logits at once) and shared (`grpo.prefill`,
-`grpo.head_logprobs`), in turn and in one run, each measurement in a process of its own, so that its peak of memory is its own.
-"forwarded" are the tokens that went through the network. Times are of this machine and noisy: compare within a run. Left out: TRL,
-several processes.
+Each shape is timed plain (every completion carries its prompt through the network, all logits at once), shared (`grpo.prefill`,
+`grpo.head_logprobs`), and by TRL's GRPOTrainer where TRL is installed, in turn and in one run, each measurement in a process of its
+own, so that its peak of memory is its own. TRL runs at the fastest of 1, 4, 8 and 16 rows a device batch. "forwarded" are the tokens
+that went through the network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each
+weight and forwarded token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of
+matrices; in the rollout, the seconds with a bare loop that does nothing but forward B rows token by token. The optimiser's own time is
+left out everywhere. Times are of this machine and noisy: compare within a run.
+
+`--growth`: how the cost grows with G, with the prompt, and with the width of the model. `--model FOLDER`: these weights for the shapes
+of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
 """
 import argparse
 import json
@@ -13,30 +18,38 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens; None: the default run's
-SHAPES = {"default": None, "135M": (2, 8, 0, 300, 48), "135M-shared": (4, 8, 600, 200, 64)}
+# name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens, width, layers
+SMOL = (576, 30)
+SHAPES = {"default": None, "135M": (2, 8, 0, 300, 48, *SMOL), "135M-shared": (4, 8, 600, 200, 64, *SMOL), "tiny": (2, 2, 5, 7, 4, 64, 2)}
+GROWTH = {**{f"G {G}": (2, G, 0, 300, 48, 256, 4) for G in (2, 4, 8, 16)}, **{f"prompt {p}": (2, 8, 0, p, 48, 256, 4) for p in (100, 200, 400, 800, 1600)},
+          **{f"width {w}": (2, 8, 0, 300, 48, w, 4) for w in (128, 256, 512, 1024)}}
 
 
-def build(shape: str):
-    """(model, prompts, G, completion tokens, end tokens): the embedded policy, or a random one of SmolLM2-135M's size, as fast as the real one."""
+def build(shape: str, folder: str):
+    """(model, prompts, G, completion tokens, end tokens): the default run's, or a Llama with prompts of random tokens."""
     import torch
     if shape == "default":
         import speakrl
         settings = speakrl.Settings(towns=40)
         policy = speakrl.Policy(settings.model, settings)
         stages, _ = speakrl.training_points(settings, policy)
-        return policy.model, [p["prompt"] for p in speakrl.draw_points(stages, 0, settings)], settings.group, settings.max_new_tokens, policy.eos_ids
-    from transformers import LlamaConfig, LlamaForCausalLM
-    P, G, S, p, c = SHAPES[shape]
+        return policy.model, [p["prompt"] for p in speakrl.draw_points(stages, 0, settings)], settings.group, settings.max_new_tokens, sorted(policy.eos_ids)
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    P, G, S, p, c, width, layers = {**SHAPES, **GROWTH}[shape]
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                                         num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True)).eval()
+    if folder and (width, layers) == SMOL:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    else:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=49152, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
+                                             num_attention_heads=width // 64, num_key_value_heads=3 if width == 576 else 1, max_position_embeddings=2048,
+                                             tie_word_embeddings=True)).eval()
     system = torch.randint(3, 49152, (S,)).tolist()
     return model, [system + own for own in torch.randint(3, 49152, (P, p)).tolist()], G, c, []
 
@@ -49,11 +62,22 @@ def nothing_kept(model, prompts, G, pad_id):
     return *map(torch.tensor, zip(*rows)), None
 
 
-def measure(shape: str, part: str, way: str, pipe) -> None:
-    """One measurement: seconds, completion tokens, tokens forwarded, peak memory in MB, and what the memory was before."""
+def bare_loop(model, prompts, G, steps):
+    """What a rollout of so many tokens cannot do without: each token of each row through the network, one after the other."""
     import torch
     import grpo
-    model, prompts, G, c, eos_ids = build(shape)
+    with torch.no_grad():
+        ids, _, cache = grpo.prefill(model, prompts, G, 0)
+        for _ in range(steps):
+            logits_BV = model(input_ids=ids[:, -1:], cache=cache, use_cache=True).logits[:, -1]
+            ids = torch.multinomial(logits_BV.softmax(-1), 1)
+
+
+def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
+    """One measurement of ours: seconds, completion tokens, tokens forwarded, products needed, peak memory in MB, and what it was before."""
+    import torch
+    import grpo
+    model, prompts, G, c, eos_ids = build(shape, folder)
     how = dict(max_new_tokens=c, temperature=1.0, eos_ids=eos_ids, pad_id=0, seed=0)
     if part == "rollout":
         if way == "plain":
@@ -68,7 +92,7 @@ def measure(shape: str, part: str, way: str, pipe) -> None:
             logp, mask = (grpo.token_logprobs if way == "plain" else grpo.shared_logprobs)(model, prompts, completions, 1.0)
             grpo.policy_loss(logp, logp, adv_B, mask, weight_B)[0].backward()
             return completions
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = peak_mb()
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
     for _ in range(3 if shape == "default" else 1):
@@ -76,12 +100,128 @@ def measure(shape: str, part: str, way: str, pipe) -> None:
         began = time.time()
         tokens = sum(map(len, run()))
         times.append(time.time() - began)
-    pipe.send({"seconds": min(times), "tokens": tokens, "forwarded": sum(forwarded), "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "before_mb": before})
+    found = {"seconds": min(times), "tokens": tokens, "forwarded": sum(forwarded), "before_mb": before, "peak_mb": peak_mb()}
+    if part == "rollout":
+        began = time.time()
+        bare_loop(model, prompts, G, tokens // (len(prompts) * G))  # of rows that end early the average length
+        found["limit_seconds"] = time.time() - began
+    else:
+        head = model.get_output_embeddings().weight.numel()
+        body = sum(p.numel() for p in model.get_decoder().parameters()) - model.get_input_embeddings().weight.numel()
+        found["limit_seconds"] = (6 * body * found["forwarded"] + 8 * head * tokens) / product_rate()
+    pipe.send(found)
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def product_rate(n: int = 1536) -> float:
+    """Multiplications and additions a second of a product of two n x n matrices in float32, the best of five."""
+    import torch
+    a, b, seconds = torch.randn(n, n), torch.randn(n, n), []
+    for _ in range(5):
+        began = time.time()
+        a @ b
+        seconds.append(time.time() - began)
+    return 2 * n ** 3 / min(seconds)
+
+
+def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
+    """One step of TRL's GRPOTrainer on the same model, prompts and lengths, `way` is "trl N" for N rows a device batch; rollout and
+    update of one step, None where TRL is not installed. A tokenizer whose words are the ids makes the prompts the same ids."""
+    import logging
+    try:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError:
+        return pipe.send(None)
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    logging.disable()
+    model, prompts, G, c, eos_ids = build(shape, folder)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{(eos_ids or [1])[0]}", pad_token="t0")
+    rows, spent, lengths = int(way.split()[1]), {"rollout": 0.0, "step": 0.0}, []
+
+    def reward(completion_ids, **_):
+        lengths.extend(map(len, completion_ids))
+        return [float(k % 2) for k in range(len(completion_ids))]
+
+    def timed(name, function):
+        def call(*args, **kwargs):
+            began = time.time()
+            result = function(*args, **kwargs)
+            spent[name] += time.time() - began
+            return result
+        return call
+
+    with tempfile.TemporaryDirectory() as out:
+        config = GRPOConfig(output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
+                            max_steps=1, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
+                            per_device_train_batch_size=rows, gradient_accumulation_steps=len(prompts) * G // rows, shuffle_dataset=False,
+                            temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=None if eos_ids else {"min_new_tokens": c})
+        trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
+                              train_dataset=Dataset.from_list([{"prompt": " ".join(f"t{i}" for i in p)} for p in prompts]))
+        trainer._generate_and_score_completions = timed("rollout", trainer._generate_and_score_completions)
+        trainer.training_step = timed("step", trainer.training_step)
+        before = peak_mb()
+        trainer.train()
+    pipe.send({"rollout": spent["rollout"], "update": spent["step"] - spent["rollout"], "tokens": sum(lengths), "before_mb": before, "peak_mb": peak_mb()})
+
+
+def in_process(function, *args):
+    """The function's result, from a process of its own; None if it died, for want of memory for example."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(*args, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = None
+    process.join()
+    return found
+
+
+def compare(shape: str, repeats: int, folder: str) -> dict:
+    """{way: {rollout, update, step in seconds, and the rest}}, medians of `repeats` rounds; rows of the table, printed as they come."""
+    runs: dict[str, list[dict]] = {"plain": [], "shared": []}
+    theirs = {}
+    if shape in SHAPES:
+        rows = SHAPES[shape][0] * SHAPES[shape][1] if SHAPES[shape] else 64
+        theirs = {f"trl {n}": run for n in (1, 4, 8, 16) if rows % n == 0 and (run := in_process(measure_trl, shape, "", f"trl {n}", folder))}
+    if theirs:
+        best = min(theirs, key=lambda way: theirs[way]["rollout"] + theirs[way]["update"])
+        runs[best] = []
+    for _ in range(repeats):
+        for way, some in runs.items():
+            if way.startswith("trl"):
+                some.append(in_process(measure_trl, shape, "", way, folder))
+            else:
+                rollout, update = (in_process(measure, shape, part, way, folder) for part in ("rollout", "update"))
+                some.append({"rollout": rollout["seconds"], "update": update["seconds"], "tokens": rollout["tokens"], "update_tokens": update["tokens"],
+                             "forwarded": (rollout["forwarded"], update["forwarded"]), "rollout_mb": rollout["peak_mb"], "update_mb": update["peak_mb"],
+                             "peak_mb": max(rollout["peak_mb"], update["peak_mb"]), "before_mb": update["before_mb"],
+                             "of_limit": (rollout["limit_seconds"] / rollout["seconds"], update["limit_seconds"] / update["seconds"])})
+    for way, some in runs.items():
+        middle = {part: statistics.median(run[part] for run in some) for part in ("rollout", "update")}
+        step = sum(middle.values())
+        ratio = "" if way == "plain" else f"{(sum(plain.values())) / step:.1f} ({plain['update'] / middle['update']:.1f})"
+        plain = middle if way == "plain" else plain
+        forwarded, limit = some[0].get("forwarded", ("", "")), some[0].get("of_limit")
+        limit = [statistics.median(run["of_limit"][k] for run in some) for k in (0, 1)] if limit else None
+        print(f"| {shape} | {way} | {forwarded[0]} | {forwarded[1]} | {middle['rollout']:.2f} | {middle['update']:.2f} | {step:.2f} "
+              f"| {some[0]['tokens'] / step:.0f} | {max(run['peak_mb'] for run in some):.0f} | {some[0]['before_mb']:.0f} "
+              f"| {f'{limit[0]:.0%}, {limit[1]:.0%}' if limit else ''} | {ratio} |", flush=True)
+    return {"shape": shape, "runs": runs, "trl_settings": theirs}
 
 
 def measure_claude(calls: int = 2000) -> None:
     """Seconds for judgements, 64 at a time: a bare loop of threads over the SDK, and claude.py with its checks and its cache."""
-    import tempfile
     from concurrent.futures import ThreadPoolExecutor
     import anthropic
     from anthropic_server import KEY
@@ -111,31 +251,18 @@ def measure_claude(calls: int = 2000) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--repeats", type=int, default=2, help="rounds of plain, shared, plain, shared, ...")
+    parser.add_argument("--shapes", nargs="+", default=["default", "135M", "135M-shared"], choices=list(SHAPES))
+    parser.add_argument("--growth", action="store_true", help="the shapes that differ in G, prompt or width instead")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds of plain, shared, TRL, plain, shared, TRL, ...")
+    parser.add_argument("--model", default="", help="folder of SmolLM2-135M")
     parser.add_argument("--json", help="also write the measurements to this file")
     parser.add_argument("--claude", action="store_true", help="measure claude.py instead")
     args = parser.parse_args()
     if args.claude:
         return measure_claude()
-    context, found = multiprocessing.get_context("spawn"), []
-    print("| shape | part | way | forwarded | seconds | completion tokens/s | peak MB | plain / shared |\n|---|---|---|---|---|---|---|---|")
-    for shape in args.shapes:
-        for part in ("rollout", "update"):
-            runs = {"plain": [], "shared": []}
-            for _ in range(args.repeats):
-                for way, some in runs.items():
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=measure, args=(shape, part, way, theirs))
-                    process.start()
-                    some.append(ours.recv())
-                    process.join()
-            found += [{"shape": shape, "part": part, "way": way, "runs": some} for way, some in runs.items()]
-            seconds = {way: statistics.median(r["seconds"] for r in some) for way, some in runs.items()}
-            for way, some in runs.items():
-                ratio = f"{seconds['plain'] / seconds['shared']:.1f}" if way == "shared" else ""
-                print(f"| {shape} | {part} | {way} | {some[0]['forwarded']} | {seconds[way]:.2f} | {statistics.median(r['tokens'] for r in some) / seconds[way]:.0f} "
-                      f"| {max(r['peak_mb'] for r in some):.0f} | {ratio} |", flush=True)
+    print("| shape | way | forwarded in rollout | in update | rollout s | update s | step s | completion tokens/s | peak MB | MB before | of the limit: "
+          "rollout, update | plain / way: step (update) |\n" + "|---" * 12 + "|")
+    found = [compare(shape, args.repeats, args.model) for shape in (GROWTH if args.growth else args.shapes)]
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
 

@@ -98,7 +98,7 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 @pytest.mark.parametrize("name, needs", [
     ("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
-    ("shared_logprobs", {"prefill", "head_logprobs", "token_logprobs"}), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
+    ("shared_logprobs", {"prefill", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
     ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
     """Its source, executed beside torch and what the docstring says it needs, finds every global that it uses."""
@@ -626,6 +626,38 @@ def test_memory_hardly_depends_on_the_vocabulary(monkeypatch):
     rows = [SYSTEM + own for own in OWN[3:]], draw(*[40] * 16)
     plain, shared = ([peak_bytes(function, tiny(vocab=vocab), *rows) for vocab in (2000, 4000)] for function in (token_logprobs, shared_logprobs))
     assert shared[1] < 1.1 * shared[0] and plain[1] > 1.5 * plain[0], (plain, shared)
+
+
+@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", "gptneo", "mpt"])
+def test_layers_computed_again_change_nothing(kind):
+    """Shared and plain path, to the last bit; each layer runs once more in the backward pass, and not at all more when sampling."""
+    prompts, completions, got = LAYOUTS["shared and padded"][0], COMPLETIONS[:6], []
+    how = dict(max_new_tokens=4, temperature=0.6, eos_ids=[], pad_id=7, seed=0)
+    for again in (False, True):
+        model, runs = tiny(kind), []
+        layers = next(m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList))
+        attention = next(m for m in layers[-1].modules() if isinstance(m, (torch.nn.Linear, transformers.pytorch_utils.Conv1D)))
+        attention.register_forward_hook(lambda *_: runs.append(1))
+        if again:
+            grpo.checkpoint_layers(model)
+        for function, passes in ((token_logprobs, 1), (shared_logprobs, 2 if kind in ("gemma2", "gptneo", "mpt") else 3)):
+            model.zero_grad()
+            runs.clear()
+            logp, mask = function(model, prompts, completions, 0.6, pad_id=7)
+            sft_loss(logp, mask, torch.arange(6.) + 1)[0].backward()
+            assert len(runs) == passes * (1 + again)
+            got.append((logp.detach(), grads(model)))
+        runs.clear()
+        got.append((torch.tensor(sample(model, prompts, 2, **how)), torch.tensor(len(runs))))
+    for plain, recomputed in zip(got[:3], got[3:]):
+        assert all(torch.equal(a, b) for a, b in zip(plain, recomputed))
+
+
+def test_layers_computed_again_need_less_memory():
+    rows = [SYSTEM * 4 + own for own in OWN[3:]], draw(*[40] * 16)
+    one, other = tiny(), tiny()
+    grpo.checkpoint_layers(other)
+    assert peak_bytes(shared_logprobs, other, *rows) < 0.75 * peak_bytes(shared_logprobs, one, *rows)
 
 
 def test_ratio_is_exactly_one_without_dropout():

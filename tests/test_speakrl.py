@@ -4,7 +4,10 @@ import json
 import math
 import os
 import re
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ import speakrl
 from data.speaker import play, with_thinks
 from data.towns import scenario_pair
 from rewards import DIMENSIONS, RuleJudge, Verdict
-from speakrl import (Guard, Policy, Settings, UserError, cut_back, draw_points, grpo_step, main, newest_checkpoint, paired, parse_settings,
+from speakrl import (Guard, Policy, Settings, UserError, cut_back, damage, draw_points, grpo_step, main, micro_batches, newest_checkpoint, paired, parse_settings,
                      points_of_pair, read_examples, read_points, save_checkpoint, town_pairs, training_examples, training_points,
                      turn_rows, wilson)
 
@@ -239,7 +242,65 @@ def test_the_agent_gives_none_for_a_history_that_is_too_long(policy):
     assert texts[0] is None and isinstance(texts[1], str)
 
 
+def test_bf16_computes_in_bf16_and_keeps_float32():
+    """Log-probs change by rounding (8 bits), weights, gradients and log-probs stay float32; the same with layers computed again."""
+    if not speakrl.has_bf16("cpu"):
+        pytest.skip("this CPU has no bfloat16 arithmetic")
+    prompts, completions, got = [[5, 6, 7], [5, 6]], [[8, 9, 10]] * 4, []
+    for settings in (dict(), dict(dtype="bf16"), dict(dtype="bf16", checkpointing=True)):
+        policy = Policy(Settings().model, Settings(**settings))
+        seen = []
+        policy.model.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+        logp_BT, _ = policy.logprobs(prompts, completions)
+        logp_BT.sum().backward()
+        assert set(seen) == {torch.bfloat16 if settings else torch.float32} and logp_BT.dtype == torch.float32
+        assert {t.dtype for p in policy.model.parameters() for t in (p, p.grad)} == {torch.float32}
+        got.append((logp_BT.detach(), policy.model.get_input_embeddings().weight.grad))
+        seen.clear()
+        assert len(policy.sample(prompts, 2, 0, max_new_tokens=3)) == 4 and set(seen) == {torch.bfloat16 if settings else torch.float32}
+    assert 1e-4 < (got[0][0] - got[1][0]).abs().max() < 0.3
+    assert all(torch.equal(a, b) for a, b in zip(got[1], got[2]))
+
+
+def test_what_the_machine_cannot_do_is_refused(monkeypatch):
+    monkeypatch.setattr(speakrl, "has_bf16", lambda device: False)
+    with pytest.raises(UserError, match="--dtype bf16: cpu has no bfloat16 arithmetic here"):
+        Policy(Settings().model, Settings(dtype="bf16"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--device cuda:1: torch finds no CUDA device"):
+        Policy(Settings().model, Settings(device="cuda:1"))
+
+
+def test_neither_a_pickle_nor_code_of_a_model_is_loaded(policy, tmp_path):
+    """Both would leave a mark: a pickle that touches a file when it is read, and a model folder that brings a module."""
+    mark = tmp_path / "mark"
+    for name in ("pickle", "code"):
+        policy.model.save_pretrained(tmp_path / name), policy.tokenizer.save_pretrained(tmp_path / name)
+    evil = type("Evil", (), {"__reduce__": lambda self: (open, (str(mark), "w"))})
+    (tmp_path / "pickle" / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": evil()}, tmp_path / "pickle" / "pytorch_model.bin")
+    config = tmp_path / "code" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}))
+    (tmp_path / "code" / "own.py").write_text(f"open({str(mark)!r}, 'w')")
+    for name in ("pickle", "code"):
+        with pytest.raises(UserError, match=f"--model .*{name} cannot be loaded"):
+            Policy(str(tmp_path / name), Settings())
+        assert not mark.exists()
+
+
 # ------------------------------------------------------------------------------------------------- one step
+
+def test_micro_batches_by_hand():
+    """Prompts of 6, 2, 2 and 9 tokens with two completions each. Group 1: 2 + 2*1 = 4 tokens, and 2*2 + 4*3 = 16 with group 2, which
+    fit; with group 0 it would be 3*6 + 6*3 = 36. Group 3 alone is 9 + 2*8 = 25, more than 20: in two parts."""
+    prompts_B = [[0] * n for n in (6, 6, 2, 2, 2, 2, 9, 9)]
+    completions_B = [[0] * n for n in (3, 1, 1, 1, 3, 2, 8, 1)]
+    groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert micro_batches(groups, prompts_B, completions_B, 20) == [[2, 3, 4, 5], [0, 1], [6], [7]]
+    assert micro_batches(groups, prompts_B, completions_B, 1) == [[2], [3], [4], [5], [0], [1], [6], [7]]
+    assert micro_batches(groups, prompts_B, completions_B, 100) == [[2, 3, 4, 5, 0, 1, 6, 7]]  # 4*9 + 8*8 = 100
+    assert micro_batches([], prompts_B, completions_B, 20) == []
+
 
 def points_for(policy, count=2):
     points = [p for seed in range(8) for p in points_of_pair(scenario_pair(seed)) if p["stage"] == "ask"][:count]
@@ -276,8 +337,8 @@ def test_minibatches_and_epochs_use_log_probs_fixed_before_the_first_update():
 
 def test_micro_batches_do_not_change_the_update():
     weights = []
-    for micro_rows in (1, 3, 64):
-        policy, optimiser = fresh(Settings().model, micro_rows=micro_rows, group=8)
+    for micro_tokens in (1, 500, 10**6):  # rows alone; groups in parts; all at once
+        policy, optimiser = fresh(Settings().model, micro_tokens=micro_tokens, group=8)
         grpo_step(policy, torch.optim.SGD(policy.model.parameters(), lr=1.0), points_for(policy), RuleJudge(), policy.settings, 0)
         weights.append(torch.cat([p.detach().flatten() for p in policy.model.parameters()]))
     assert (weights[0] - weights[2]).abs().max() < 1e-5 and (weights[1] - weights[2]).abs().max() < 1e-5
@@ -330,8 +391,8 @@ def test_the_guard_knows_a_policy_that_lost_its_skill(policy):
 
 def test_sft_lowers_its_loss_and_micro_batches_do_not_change_the_update():
     weights = []
-    for micro_rows in (1, 64):
-        policy, _ = fresh(Settings().model, method="sft", micro_rows=micro_rows, norm="token", max_new_tokens=90)
+    for micro_tokens in (1, 10**6):
+        policy, _ = fresh(Settings().model, method="sft", micro_tokens=micro_tokens, norm="token", max_new_tokens=90)
         examples = training_examples(policy.settings, policy)[0][:6]
         optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.3)
         losses = [speakrl.sft_step(policy, optimiser, examples, policy.settings, step)["loss"] for step in range(3)]
@@ -399,6 +460,22 @@ def same_run(a, b, step):
     assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
     assert lines(a / "metrics.jsonl", TIMES) == lines(b / "metrics.jsonl", TIMES)
+
+
+BROKEN = "probabilities are no numbers"
+
+
+def test_a_broken_policy_ends_in_one_line():
+    """A loss that is no number stops before the update, sampling from such weights too; neither leaves a traceback."""
+    policy, optimiser = fresh(Settings().model, method="sft", max_new_tokens=90)
+    examples = training_examples(policy.settings, policy)[0][:2]
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[:] = math.nan
+    with pytest.raises(UserError, match="step 3: the gradient is nan; the last checkpoint is intact"):
+        speakrl.sft_step(policy, optimiser, examples, policy.settings, 2)
+    with pytest.raises(UserError, match=BROKEN):
+        grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
+    assert not optimiser.state
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -480,6 +557,96 @@ def test_a_run_is_not_written_over(whole, capsys):
     assert "holds a run already" in capsys.readouterr().err and (whole / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "optimiser.safetensors", "trainer.json", "tokenizer.json", "SHA256SUMS"])
+def test_a_flipped_bit_and_a_cut_file_are_damage(whole, tmp_path, file):
+    shutil.copytree(whole / "checkpoints" / "step-000006", tmp_path / "c")
+    assert damage(tmp_path / "c") == ""
+    path = tmp_path / "c" / file
+    content = path.read_bytes()
+    for place in (0, len(content) // 2, len(content) - 2):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1:])
+        assert damage(tmp_path / "c").endswith("not as in SHA256SUMS"), place
+        path.write_bytes(content[:place])
+        assert damage(tmp_path / "c").endswith("not as in SHA256SUMS"), place
+    path.unlink()
+    assert file in damage(tmp_path / "c")
+
+
+def test_a_damaged_checkpoint_is_not_used_and_the_one_before_it_is(whole, tmp_path, capsys):
+    folder = tmp_path / "r"
+    shutil.copytree(whole, folder)
+    path = folder / "checkpoints" / "step-000006" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    before = json.loads((folder / "settings.json").read_text())
+    (folder / "settings.json").write_text(json.dumps({**before, "out": str(folder)}))
+    assert main(["train", "--resume", "--out", str(folder)]) == 0
+    assert "step-000006 is damaged (model.safetensors: not as in SHA256SUMS) and not used" in capsys.readouterr().out
+    same_run(whole, folder, 6)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["damaged-step-000006", "step-000005", "step-000006"]
+    for step in (5, 6):
+        (folder / "checkpoints" / f"step-{step:06d}" / "trainer.json").unlink()
+    for argv in (["train", "--resume", "--out", str(folder)], ["eval", "--model", str(folder)]):
+        assert main(argv) == 2 and f"every checkpoint in {folder} is damaged" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
+    settings = Settings(out=str(tmp_path / "r"))
+    lock = speakrl.take_folder(tmp_path / "r", settings)
+    for resume in ([], ["--resume"]):
+        assert main(["train", "--out", str(tmp_path / "r"), *resume]) == 2
+        assert f"another process is writing to {tmp_path / 'r'}" in capsys.readouterr().err
+    lock.close()
+    speakrl.take_folder(tmp_path / "r", dataclasses.replace(settings, resume=True))
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_done(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["train", "--out", str(tmp_path / "file" / "r")]) == 2
+    error = capsys.readouterr().err
+    assert "cannot write to" in error and error.count("\n") == 1
+
+
+def test_sigterm_anywhere_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speakrl, "open_run", lambda settings: signal.raise_signal(signal.SIGTERM))
+    assert main(["train", "--out", str(tmp_path / "r")]) == 130
+    assert "stopped at once; the last checkpoint is complete" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.fixture(params=["limit", "tmpfs"])
+def small_disk(request, tmp_path):
+    """(a folder, a call that leaves room for so many bytes more): a limit on the size of files, or a small file system."""
+    if request.param == "limit":
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        yield tmp_path, lambda room: resource.setrlimit(resource.RLIMIT_FSIZE, (room or unlimited[0], unlimited[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        return
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    used = lambda: shutil.disk_usage(disk).used
+    yield disk, lambda room: subprocess.run(["mount", "-o", f"remount,size={used() + room if room else 2**30}", str(disk)], check=True)
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_loses_nothing(whole, small_disk, capsys):
+    """K06: at the checkpoint (2 MB are left, the weights have 4), and in the middle of a log; then there is room again."""
+    disk, leave = small_disk
+    assert main(["train", "--steps", "3", "--out", str(disk / "r"), *FLAGS]) == 0
+    leave(2 * 10**6)
+    assert main(["train", "--steps", "6", "--resume", "--out", str(disk / "r")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"step-000004 could not be saved: .*MB are free. The checkpoint before it is intact", error), error
+    leave(4096)
+    assert main(["train", "--steps", "6", "--resume", "--out", str(disk / "r")]) == 2
+    assert "go on with" in capsys.readouterr().err
+    assert newest_checkpoint(str(disk / "r")).endswith("step-000003")
+    leave(0)
+    assert main(["train", "--steps", "6", "--resume", "--out", str(disk / "r")]) == 0
+    same_run(whole, disk / "r", 6)
+
+
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(whole, tmp_path, monkeypatch):
     """K06"""
     policy, optimiser = fresh(Settings().model)
@@ -512,13 +679,18 @@ def test_a_file_cut_inside_a_line_is_cut_back(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, str(ROOT / "speakrl.py"), "train", "--steps", "500", "--out", str(tmp_path / "r"), *FLAGS],
-                               env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start_run(out, *flags, **env):
+    """`speakrl.py train` in a process of its own."""
+    return subprocess.Popen([sys.executable, str(ROOT / "speakrl.py"), "train", "--out", str(out), *FLAGS, *flags], text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env})
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_saves(number, tmp_path):
+    process = start_run(tmp_path / "r", "--steps=500")
     for line in process.stdout:
         if line.startswith("step 1/"):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             break
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "stopped after step" in rest, rest
@@ -528,22 +700,148 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_end_in_the_same_weights(whole, tmp_path):
+def test_fifty_kills_at_random_moments_end_in_the_same_weights(tmp_path):
+    """A checkpoint every step; one in four kills falls into the start, the others into the first steps after it, saving included."""
     import random
-    rng, folder, kills = random.Random(0), tmp_path / "r", 0
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    while True:
-        resume = ["--resume"] if (folder / "settings.json").exists() else []
-        process = subprocess.Popen([sys.executable, str(ROOT / "speakrl.py"), "train", "--steps", "6", "--out", str(folder), *FLAGS, *resume],
-                                   env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if kills == 10:
-            assert process.wait(timeout=300) == 0, process.stdout.read()
+    rng, folder = random.Random(0), tmp_path / "r"
+    assert main(["train", "--steps", "200", "--out", str(tmp_path / "whole"), *FLAGS]) == 0
+    seconds = sum(m["seconds"] for m in lines(tmp_path / "whole" / "metrics.jsonl")) / 200
+    for kill in range(50):
+        process = start_run(folder, "--steps=200", *["--resume"] * (folder / "settings.json").exists())
+        if rng.random() < 0.25:
+            time.sleep(rng.uniform(0, 10))
+        elif not any(line.startswith("step ") for line in process.stdout):
             break
-        time.sleep(rng.uniform(3, 14))  # from within the start to past the first steps
+        time.sleep(rng.uniform(0, 4 * seconds))
         process.kill()
-        process.wait()
-        kills += 1
-    same_run(whole, folder, 6)
+        process.communicate()
+    assert kill == 49 and len(lines(folder / "metrics.jsonl")) < 200, "the run ended before it was killed fifty times"
+    assert not (found := newest_checkpoint(str(folder))) or damage(Path(found)) == ""
+    assert main(["train", "--steps", "200", "--resume", "--out", str(folder)]) == 0
+    same_run(tmp_path / "whole", folder, 200)
+
+
+# ------------------------------------------------------------------------------------------------- several processes
+
+def as_processes(count, *command):
+    """The command in so many processes that know each other, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **where}
+    return [subprocess.Popen([sys.executable, *command], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(count)]
+
+
+def steps_on_given_completions(folder):
+    """The gradients of five GRPO steps on five prompts, and of a step of SFT and DPO, as the optimiser gets them, into a file."""
+    from safetensors.torch import save_file
+    if speakrl.WORLD > 1:
+        torch.distributed.init_process_group("gloo")
+    texts = json.loads((folder / "completions.json").read_text())
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        policy, _ = fresh(Settings().model, norm="token", max_new_tokens=90, group=4)
+        policy.model.to(dtype)
+        optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.1)
+        grads = []
+        optimiser.register_step_pre_hook(lambda *_: grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()])))
+        points = points_for(policy, 5)
+        known = {tuple(p["prompt"]): [policy.completion(text) for text in some] for p, some in zip(points, texts)}
+        policy.sample = lambda prompts, G, seed: [c for p in prompts for c in known[tuple(p)]]
+        judge = lambda items: [Verdict(None, "unknown") if "when" in q else RuleJudge()([(h, q, a)])[0] for h, q, a in items]
+        metrics = [grpo_step(policy, optimiser, points, judge, policy.settings, step)[0] for step in range(5)]
+        for step in (speakrl.sft_step, speakrl.dpo_step):
+            policy.settings = dataclasses.replace(policy.settings, method=step.__name__[:3], prompts=5, steps=1)
+            examples = training_examples(policy.settings, policy)[0][:5]
+            if step is speakrl.dpo_step:
+                speakrl.add_reference(examples, policy, dataclasses.replace(policy.settings, prompts=len(examples)), 0)
+                examples = speakrl.draw(examples, len(examples), 0, policy.settings.seed, "order")
+            metrics.append(step(policy, optimiser, examples, policy.settings, 0))
+        found[str(dtype)] = torch.stack(grads)
+        found[f"{dtype} metrics"] = torch.tensor([[m.get(key, 0.0) for key in ("grad_norm", "entropy", "trained_tokens", "flat", "loss", "margin")]
+                                                  for m in metrics], dtype=torch.float64)
+    save_file(found, folder / f"{speakrl.WORLD}-{speakrl.RANK}.safetensors")
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    """float64: 1e-6 relative over five steps; float32: 1e-5 from equal weights. Five prompts, so three and two; texts of unequal
+    lengths; one group is flat, one has an unknown reward."""
+    texts = [["<think>Ask.</think><clarify>How many people?</clarify>", "<think>All is said, so go on.</think>Fine, I do that.", "Which one?",
+              "<think>Ask.</think><clarify>Do you want north or south, or any other place that we have?</clarify>"] for _ in range(5)]
+    texts[1] = ["Hello."] * 4
+    texts[2][0] = "<think>Ask.</think><clarify>At what time, and when?</clarify>"  # no judge answers this one
+    (tmp_path / "completions.json").write_text(json.dumps(texts))
+    steps_on_given_completions(tmp_path)
+    command = f"import pathlib, os, test_speakrl; test_speakrl.steps_on_given_completions(pathlib.Path({str(tmp_path)!r})); os._exit(0)"
+    for process in as_processes(2, "-c", command):
+        out, error = process.communicate(timeout=600)
+        assert process.returncode == 0, error
+    from safetensors.torch import load_file
+    one, first, second = (load_file(tmp_path / f"{name}.safetensors") for name in ("1-0", "2-0", "2-1"))
+    for dtype, tolerance in (("torch.float64", [1e-6] * 7), ("torch.float32", [1e-5] + [1e-3] * 6)):
+        assert torch.equal(first[dtype], second[dtype])  # identical updates, so identical parameters
+        assert len(one[dtype]) == 7
+        for a, b, most in zip(one[dtype], first[dtype], tolerance):
+            assert (a - b).abs().max() <= most * a.abs().max() and a.abs().max() > 0
+        assert torch.allclose(one[f"{dtype} metrics"], first[f"{dtype} metrics"], rtol=1e-4, atol=1e-5)
+    assert one["torch.float64 metrics"][0, 3] == pytest.approx(0.2)  # one flat group of five
+
+
+def runs_of_two(folder):
+    """Four runs in the same two processes: two steps; one and one more; the same with shared optimiser state; a refusal."""
+    speakrl.record_evaluation = speakrl.print_evaluations = lambda *_: None  # only to save time
+    flags = [*FLAGS, "--prompts=3", "--lr=1e-3"]
+    assert main(["train", "--steps", "2", "--out", str(folder / "a"), *flags]) == 0
+    for name, more in (("b", []), ("zero", ["--zero"])):
+        assert main(["train", "--steps", "1", "--out", str(folder / name), *flags, *more]) == 0
+        assert main(["train", "--steps", "2", "--out", str(folder / name), "--resume"]) == 0
+    assert main(["eval", "--goals", "1"]) == 2
+
+
+def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
+    processes = as_processes(2, "-c", f"import pathlib, os, test_speakrl; test_speakrl.runs_of_two(pathlib.Path({str(tmp_path)!r})); os._exit(0)")
+    heard = [process.communicate(timeout=600) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], heard
+    assert "2 processes" in heard[0][0] and heard[1][0] == ""  # the first one speaks
+    assert all("eval runs in one process" in error for _, error in heard)
+    same_run(tmp_path / "a", tmp_path / "b", 2)
+    a, zero = (tensors(tmp_path / name / "checkpoints" / "step-000002") for name in ("a", "zero"))
+    from safetensors.torch import load_file
+    theirs = {f"opt.{k}": v for k, v in load_file(tmp_path / "zero" / "checkpoints" / "step-000002" / "optimiser1.safetensors").items()}
+    assert 0.3 < len(theirs) / len([k for k in a if k.startswith("opt.")]) < 0.7 and not theirs.keys() & zero.keys()
+    zero |= theirs
+    assert a.keys() == zero.keys() and all(torch.equal(a[k], zero[k]) for k in a)
+    start = Policy(Settings().model, Settings()).model.state_dict()
+    assert any(not torch.equal(a[k], start[k]) for k in start if k in a), "nothing was learnt: the test could not fail"
+    samples = lines(tmp_path / "a" / "samples.jsonl")
+    assert len(samples) == 2 * 3 * 4 and len({s["id"] for s in samples if s["step"] == 1}) == 3  # those of both processes
+    # One process goes on with what two have written.
+    assert main(["train", "--steps", "2", "--out", str(tmp_path / "zero"), "--resume"]) == 0
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_when_one_process_is_killed_the_other_ends_and_says_why(killed, tmp_path):
+    processes = as_processes(2, str(ROOT / "speakrl.py"), "train", "--steps=500", "--out", str(tmp_path / "r"), *FLAGS)
+    assert any(line.startswith("step 1/") for line in processes[0].stdout)
+    processes[killed].kill()
+    _, error = processes[1 - killed].communicate(timeout=60)
+    assert processes[1 - killed].returncode == 2 and "Traceback" not in error
+    assert "another process of this run has ended early" in error and "go on with --resume" in error
+    processes[killed].communicate()
+    assert damage(Path(newest_checkpoint(str(tmp_path / "r")))) == ""
+
+
+@pytest.mark.slow
+def test_torchrun_as_in_the_readme(tmp_path):
+    """Finished is 0 and failed is not 0, twenty times: gloo may abort at exit, which must neither spoil the one nor hide the other."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "speakrl.py"), "train", *FLAGS]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    for k in range(20):
+        done = subprocess.run([*torchrun, "--steps", "1", "--out", str(tmp_path / str(k))], env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and "terminate called" not in done.stderr, done.stderr
+    done = subprocess.run([*torchrun, "--steps", "1", "--out", str(tmp_path / "0")], env=env, capture_output=True, text=True)
+    assert done.returncode != 0 and "holds a run already" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------- compare
