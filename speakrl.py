@@ -69,7 +69,7 @@ class Settings:
     data: str = ""               # JSONL file of decision points (sft: rows, dpo: pairs; compare: folder); empty: generated towns
     towns: int = 400             # generated towns to train on; each gives an ambiguous dialogue and its clear twin
     out: str = ""                # run folder; empty: the next free runs/METHOD-NNN
-    steps: int = 150             # optimiser steps in all (a resumed run may ask for more)
+    steps: int = 200             # optimiser steps in all (a resumed run may ask for more)
     prompts: int = 8             # decision points a step (P); sft: agent turns, dpo: pairs
     group: int = 8               # grpo: completions of each (G)
     minibatch: int = 0           # grpo: prompts per optimiser update; 0: all of the step's

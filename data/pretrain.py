@@ -1,4 +1,4 @@
-"""Make data/tiny/, the embedded base policy: `python -m data.pretrain` (two cores, about an hour, seeded).
+"""Make data/tiny/, the embedded base policy: `python -m data.pretrain` (two cores, over an hour, seeded).
 
 It plays the part of an instruct model: good at everything but asking. A demonstrator (the scripted oracle made careless)
 plays generated towns; a small Llama learns its turns by next-token prediction. Departures from ordinary pretraining:
@@ -219,8 +219,8 @@ def main() -> None:
     """Generate the corpus, train tokenizer and model, save an ordinary Hugging Face folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", default="data/tiny")
-    parser.add_argument("--towns", type=int, default=45000, help="each gives two dialogues")
-    parser.add_argument("--steps", type=int, default=4000, help="the first third on short dialogues, half the tokens a step")
+    parser.add_argument("--towns", type=int, default=60000, help="each gives two dialogues")
+    parser.add_argument("--steps", type=int, default=5400, help="the first third on short dialogues, half the tokens a step")
     parser.add_argument("--batch-tokens", type=int, default=12000)
     parser.add_argument("--lr", type=float, default=1e-2, help="peak of both optimisers; warmed up over 100 steps, then linearly down to 0")
     parser.add_argument("--width", type=int, default=128)
