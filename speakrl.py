@@ -42,7 +42,7 @@ from env import (MAX_TURNS, SYSTEM_PROMPT, TOOLS, HumanUser, ModelUser, Scenario
                  render_prompt, run_dialogues, score_dialogue, shown, start_dialogue)
 from grpo import (dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs, token_logprobs,
                   trajectory_logprobs)
-from rewards import ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
+from rewards import MODES, ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
 # Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; is not, as any place will do; the rest.
@@ -80,7 +80,8 @@ class Settings:
     max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
     max_new_tokens: int = 90     # tokens of a completion
     micro_rows: int = 32         # completions forwarded at once in the update (dpo: always the turns of one pair)
-    reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
+    reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due; total: everywhere; or one part
+    ask_cost: float = 0.0        # grpo: price of a question, off the reward of every turn that asks
     judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
     judge_model: str = "claude-haiku-5-5"  # judge claude: the model
     self_judge: str = "frozen"   # judge self: frozen (the start, a second model in memory) or current (the policy as it is)
@@ -106,7 +107,7 @@ class Settings:
     resume: bool = False         # train, compare: continue the run in --out (or the newest one) from its last checkpoint
 
 
-CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
+CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": MODES,
            "judge": ("rule", "claude", "self"), "self_judge": ("frozen", "current"), "user": ("script", "claude", "model"),
            "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
@@ -150,9 +151,9 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
                             micro_rows=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
-    for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
+    for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta", "ask_cost"):
         value = getattr(settings, name)
-        if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
+        if not (math.isfinite(value) and (value > 0 or (name in ("lr", "ask_cost") and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
     if not 0 <= settings.budget_usd < math.inf:
         raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
@@ -359,7 +360,7 @@ def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[
     for point in points:
         prompt = policy.prompt(point["messages"])
         stage = "ask" if point["clarify_expected"] else point.get("stage", "other")
-        if settings.reward == "literal" and point["clarify_expected"] is False:
+        if settings.reward in ("literal", "clarify") and point["clarify_expected"] is False:
             continue  # the paper's text speaks of turns where a clarify is due; over-asking costs nothing
         if len(prompt) > settings.max_prompt:
             dropped += 1
@@ -455,14 +456,14 @@ def town_pairs(towns: int) -> list[dict]:
 
 # ------------------------------------------------------------------------------------------------- 3. one step: GRPO, SFT, DPO
 
-def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str) -> list[dict]:
+def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str, ask_cost: float = 0.0) -> list[dict]:
     """Parse and reward each completion: {text, turn, question's verdict, format, when, clarify, reward, ...} a row."""
     turns = [parse_turn(policy.text(c), policy.prefilled_think) for c in completions_B]
     asking = [b for b, (turn, point) in enumerate(zip(turns, points_B)) if needs_judge(turn, point["clarify_expected"])]
     verdicts = dict(zip(asking, judge([(points_B[b]["messages"], turns[b].clarify, points_B[b]["ambiguity"]) for b in asking])))
     rows = []
     for b, (turn, point, completion) in enumerate(zip(turns, points_B, completions_B)):
-        parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode)
+        parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode, ask_cost)
         rows.append({"id": point["id"], "due": point["clarify_expected"], "turn": turn, **parts,
                      "judge": verdicts[b].why if b in verdicts else None, "tokens": len(completion),
                      "truncated": not completion or completion[-1] not in policy.eos_ids})
@@ -475,7 +476,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     began = time.time()
     completions_B = policy.sample([p["prompt"] for p in points], G, stream(settings.seed, "sample", step))
     sampled = time.time() - began
-    rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward)
+    rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward, settings.ask_cost)
     rewards_B = torch.tensor([math.nan if row["reward"] is None else row["reward"] for row in rows_B])
     adv_B = group_advantages(rewards_B.view(P, G)).flatten()
     known_B, lengths_B = ~rewards_B.isnan(), torch.tensor([len(c) for c in completions_B])
@@ -1071,8 +1072,9 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
     policy = Policy(str(run) if method else settings.model, settings)
     judge = make_judge(settings, lambda: policy)
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
-    if method == "sft":  # the paper says that SFT overfits: how does it do on the towns it was trained on?
-        seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns), multiwoz="")
+    if method == "sft" and (settings.multiwoz or not settings.data):  # the paper says that SFT overfits: how does it do on the goals it
+        seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns),  # was trained on? Of --data alone
+                                   multiwoz=settings.multiwoz if settings.data else "")                 # nobody knows them.
         figures["success_train"] = evaluate(policy, judge, evaluation_scenarios(seen), seen)[0]["success"]
     write_json(path, {**training, **figures})
     return {**training, **figures}
