@@ -676,11 +676,12 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def evaluation_scenarios(settings: Settings) -> list[Scenario]:
-    """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or the goals of a MultiWOZ folder."""
+    """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or that many goals of a MultiWOZ folder."""
     if settings.multiwoz:
         from data.multiwoz import DataError, scenarios
         try:
-            return scenarios(settings.multiwoz, settings.split)[:settings.goals]
+            found = scenarios(settings.multiwoz, settings.split)
+            return random.Random(0).sample(found, min(settings.goals, len(found)))  # by id, the first hundreds are all of several domains
         except DataError as error:
             raise UserError(f"--multiwoz: {error}") from error
     return [s for k in range(settings.goals) for s in scenario_pair(SPLITS[settings.split] + k)]
@@ -1113,7 +1114,7 @@ def comparison_table(result: dict, settings: Settings) -> str:
     def show(key, value):
         return "-" if value is None else f"{value:,.0f}" if key in ("trained_tokens", "sampled_tokens", "seconds") else f"{value:.3f}"
 
-    where = settings.multiwoz or f"{settings.goals} ambiguous goals and their twins"
+    where = f"at most {settings.goals} goals of {settings.multiwoz}" if settings.multiwoz else f"{settings.goals} ambiguous goals and their twins"
     return (f"{settings.model} on {where}, {settings.split}; means over seeds 0 to {settings.seeds - 1}, {settings.repeats} dialogue(s) a "
             "goal and seed. `uncorrected` is success without a correction by the user.\n\n"
             + table([label.format(settings.repeats) for label in COLUMNS.values()],

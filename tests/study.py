@@ -235,9 +235,9 @@ def names_slot_and_two(point_id: str, question: str) -> bool:
 
 
 def look_at_questions(run: Path, settings: Settings, count: int = 200) -> list[dict]:
-    """The first and the last `count` questions that a run made where one was due, well formed: {early, late, in_samples (it is among the
-    first or last `count` completions), tokens, score, names_two, won}. `won`: the *trained* policy plays on from the question, so that
-    early and late ones are measured by the same hands."""
+    """The first and the last `count` questions that a run made where one was due, well formed: {early, late, in_first and in_last (of
+    the first, last `count` completions), tokens, score, names_two, won}. `won`: the *trained* policy plays on from the question, so
+    that early and late ones are measured by the same hands."""
     samples, policy = read_lines(run / "samples.jsonl"), Policy(str(run), settings)
     asked = [k for k, s in enumerate(samples) if s["judge"] is not None]
     early, late = set(asked[:count]), set(asked[-count:])
@@ -245,7 +245,7 @@ def look_at_questions(run: Path, settings: Settings, count: int = 200) -> list[d
     some = [samples[k] for k in chosen]
     won = roll_out(policy, [s["id"] for s in some], [f"<think>{s['think']}</think><clarify>{s['question']}</clarify>" for s in some],
                    stream(settings.seed, "questions"))
-    return [{"early": k in early, "late": k in late, "in_samples": k < count or k >= len(samples) - count,
+    return [{"early": k in early, "late": k in late, "in_first": k < count, "in_last": k >= len(samples) - count,
              "tokens": len(policy.tokenizer.encode(s["question"], add_special_tokens=False)), "score": s["clarify"],
              "names_two": names_slot_and_two(s["id"], s["question"]), "won": w, "question": s["question"]}
             for k, s, w in zip(chosen, some, won)]
@@ -253,7 +253,8 @@ def look_at_questions(run: Path, settings: Settings, count: int = 200) -> list[d
 
 def longer_against_shorter(questions: list[dict]) -> tuple[float | None, float, int]:
     """(difference in success, half of its 95 % interval, questions compared) of longer questions against shorter ones of equal score.
-    Each score is cut at its median length (longer: above it); the differences are weighted by their numbers of questions."""
+    Each score is cut at its median length (longer: above it); the differences are weighted by their numbers of questions. The interval
+    takes questions as independent, though up to G of them share a decision point: it is the narrowest that could be true."""
     terms = []
     for score in sorted({q["score"] for q in questions}):
         some = sorted((q for q in questions if q["score"] == score), key=lambda q: q["tokens"])
@@ -373,11 +374,10 @@ def tell_curves(out: Path, names: list[str], seeds: list[int], count: int = 15) 
 def tell_questions(out: Path, seeds: list[int]) -> None:
     """Finding 5: questions of the beginning and of the end."""
     asked = [q for seed in seeds for q in json.loads((out / f"questions-{seed}.json").read_text())]
-    groups = {"first 200 samples": lambda q: q["early"] and q["in_samples"], "last 200 samples": lambda q: q["late"] and q["in_samples"],
-              "first 200 questions": lambda q: q["early"], "last 200 questions": lambda q: q["late"]}
+    groups = {"first 200 samples": "in_first", "last 200 samples": "in_last", "first 200 questions": "early", "last 200 questions": "late"}
     rows = []
-    for name, belongs in groups.items():
-        some = list(filter(belongs, asked))
+    for name, mark in groups.items():
+        some = [q for q in asked if q[mark]]
         gain, half, compared = longer_against_shorter(some)
         rows.append([name, len(some), *(shown(mean([float(q[key]) for q in some])) for key in ("tokens", "score", "names_two", "won")),
                      "-" if gain is None else f"{gain:+.3f} ± {half:.3f} ({compared})"])
@@ -483,6 +483,8 @@ def study(args, settings: Settings, out: Path) -> None:
     names, seeds = args.only or ["base", *(["larger"] if args.larger else []), *TRAINED], args.seeds
     if unknown := [name for name in names if name not in ("base", "larger", *TRAINED)]:
         raise UserError(f"--only {unknown[0]}: there are base, larger, {', '.join(TRAINED)}")
+    if settings.data or settings.multiwoz:
+        raise UserError("the study is made on generated towns: only there can a dialogue be taken up at a decision point")
     if "larger" in names and not args.larger:
         raise UserError("--only larger needs --larger FOLDER")
     work = [(name, seed, settings, out, args.larger) for seed in seeds for name in names]
