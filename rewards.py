@@ -67,11 +67,16 @@ def needs_judge(turn, clarify_expected: bool | None) -> bool:
     return turn.clarify is not None and format_reward(turn) == 1.0 and clarify_expected is not False
 
 
-def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, mode: str = "conditional") -> dict:
+MODES = ("conditional", "literal", "total", "format", "clarify")
+
+
+def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, mode: str = "conditional", ask_cost: float = 0.0) -> dict:
     """R_total = R_format + R_clarify of one turn. The one place where the parts are put together.
 
     clarify_expected: as annotated, None = unlabelled data. verdict: the judge's word where needs_judge, else ignored.
-      conditional  format * when + clarify        literal  format + clarify        unlabelled  format + clarify
+      conditional  format * when + clarify        literal, total  format + clarify        unlabelled  format + clarify
+      format, clarify  that part alone            minus ask_cost where the turn asks, well formed or not
+    literal and clarify are meant for points where a question is due, as the loader picks them; total for all points.
     Returns floats under format, when, clarify, reward:
       when     None on unlabelled data
       clarify  due (or unlabelled) and asked in a well-formed turn: the judge's; due, but no such question: 0.0;
@@ -88,11 +93,12 @@ def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, m
     >>> reward_parts(ask, True, Verdict(None, "judge unreachable"))
     {'format': 1.0, 'when': 1.0, 'clarify': None, 'reward': None}
     """
-    if mode not in ("conditional", "literal"):
-        raise ValueError(f"reward mode must be conditional or literal; got {mode!r}")
+    if mode not in MODES:
+        raise ValueError(f"reward mode must be one of {', '.join(MODES)}; got {mode!r}")
     r_format = format_reward(turn)
     when = None if clarify_expected is None else when_reward(turn, clarify_expected)
-    structure = r_format * when if mode == "conditional" and when is not None else r_format
+    structure = r_format * when if mode == "conditional" and when is not None else r_format * (mode != "clarify")
+    structure -= ask_cost * (turn.clarify is not None)
     if clarify_expected is False:
         return {"format": r_format, "when": when, "clarify": None, "reward": structure}
     if not needs_judge(turn, clarify_expected):
@@ -101,7 +107,7 @@ def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, m
         raise ValueError("this question needs a verdict; a judge that failed is Verdict(None, reason)")
     clarify = clarify_reward(verdict.scores)
     return {"format": r_format, "when": when, "clarify": clarify,
-            "reward": None if clarify is None else structure + clarify}
+            "reward": None if clarify is None else structure + clarify * (mode != "format")}
 
 
 # ------------------------------------------------------------------------------------------- the rubric, for LLM judges

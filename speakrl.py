@@ -46,7 +46,7 @@ from env import (MAX_TURNS, SYSTEM_PROMPT, TOOLS, HumanUser, ModelUser, Scenario
                  render_prompt, run_dialogues, score_dialogue, shown, start_dialogue)
 from grpo import (checkpoint_layers, dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs,
                   trajectory_logprobs)
-from rewards import ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
+from rewards import MODES, ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
 
 ROOT = Path(__file__).resolve().parent
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # this process, of so many; from torchrun
@@ -88,7 +88,8 @@ class Settings:
     dtype: str = "fp32"          # of forward and backward passes: fp32 or bf16; weights, optimiser and log-softmax are float32 always
     checkpointing: bool = False  # keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time
     zero: bool = False           # several processes: each keeps its share of the optimiser's state
-    reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
+    reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due; total: everywhere; or one part
+    ask_cost: float = 0.0        # grpo: price of a question, off the reward of every turn that asks
     judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
     judge_model: str = "claude-haiku-5-5"  # judge claude: the model
     self_judge: str = "frozen"   # judge self: frozen (the start, a second model in memory) or current (the policy as it is)
@@ -114,7 +115,7 @@ class Settings:
     resume: bool = False         # train, compare: continue the run in --out (or the newest one) from its last checkpoint
 
 
-CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": ("conditional", "literal"),
+CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": MODES,
            "judge": ("rule", "claude", "self"), "self_judge": ("frozen", "current"), "user": ("script", "claude", "model"),
            "dtype": ("fp32", "bf16"), "split": ("train", "valid", "test", "test-new-words")}
 # Not part of what a run *is*: these may change when it is resumed.
@@ -158,9 +159,9 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
                             micro_tokens=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
-    for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta"):
+    for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta", "ask_cost"):
         value = getattr(settings, name)
-        if not (math.isfinite(value) and (value > 0 or (name == "lr" and value == 0))):
+        if not (math.isfinite(value) and (value > 0 or (name in ("lr", "ask_cost") and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
     if not 0 <= settings.budget_usd < math.inf:
         raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
@@ -425,7 +426,7 @@ def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[
     for point in points:
         prompt = policy.prompt(point["messages"])
         stage = "ask" if point["clarify_expected"] else point.get("stage", "other")
-        if settings.reward == "literal" and point["clarify_expected"] is False:
+        if settings.reward in ("literal", "clarify") and point["clarify_expected"] is False:
             continue  # the paper's text speaks of turns where a clarify is due; over-asking costs nothing
         if len(prompt) > settings.max_prompt:
             dropped += 1
@@ -521,14 +522,14 @@ def town_pairs(towns: int) -> list[dict]:
 
 # ------------------------------------------------------------------------------------------------- 3. one step: GRPO, SFT, DPO
 
-def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str) -> list[dict]:
+def score_completions(policy: Policy, points_B: list[dict], completions_B: list[list[int]], judge, mode: str, ask_cost: float = 0.0) -> list[dict]:
     """Parse and reward each completion: {text, turn, question's verdict, format, when, clarify, reward, ...} a row."""
     turns = [parse_turn(policy.text(c), policy.prefilled_think) for c in completions_B]
     asking = [b for b, (turn, point) in enumerate(zip(turns, points_B)) if needs_judge(turn, point["clarify_expected"])]
     verdicts = dict(zip(asking, judge([(points_B[b]["messages"], turns[b].clarify, points_B[b]["ambiguity"]) for b in asking])))
     rows = []
     for b, (turn, point, completion) in enumerate(zip(turns, points_B, completions_B)):
-        parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode)
+        parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode, ask_cost)
         rows.append({"id": point["id"], "due": point["clarify_expected"], "turn": turn, **parts,
                      "judge": verdicts[b].why if b in verdicts else None, "tokens": len(completion),
                      "truncated": not completion or completion[-1] not in policy.eos_ids})
@@ -589,7 +590,8 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     rows_B, rewards_B, stop = [], torch.zeros(P * G), None
     if RANK == 0:  # one process asks the judge: one budget, one cache
         try:
-            rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward)
+            rows_B = score_completions(policy, [p for p in points for _ in range(G)], completions_B, judge, settings.reward,
+                                       settings.ask_cost)
             rewards_B = torch.tensor([math.nan if row["reward"] is None else row["reward"] for row in rows_B])
         except Stop as error:
             stop, rewards_B = error, rewards_B + math.inf  # the others, too, have to hear of it
@@ -795,11 +797,12 @@ def wilson(p: float, n: int) -> tuple[float, float]:
 
 
 def evaluation_scenarios(settings: Settings) -> list[Scenario]:
-    """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or the goals of a MultiWOZ folder."""
+    """Held-out scenarios: `goals` ambiguous ones and their clear twins of the split, or that many goals of a MultiWOZ folder."""
     if settings.multiwoz:
         from data.multiwoz import DataError, scenarios
         try:
-            return scenarios(settings.multiwoz, settings.split)[:settings.goals]
+            found = scenarios(settings.multiwoz, settings.split)
+            return random.Random(0).sample(found, min(settings.goals, len(found)))  # by id, the first hundreds are all of several domains
         except DataError as error:
             raise UserError(f"--multiwoz: {error}") from error
     return [s for k in range(settings.goals) for s in scenario_pair(SPLITS[settings.split] + k)]
@@ -1247,8 +1250,9 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
     policy = Policy(str(run) if method else settings.model, settings)
     judge = make_judge(settings, lambda: policy)
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
-    if method == "sft":  # the paper says that SFT overfits: how does it do on the towns it was trained on?
-        seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns), multiwoz="")
+    if method == "sft" and (settings.multiwoz or not settings.data):  # the paper says that SFT overfits: how does it do on the goals it
+        seen = dataclasses.replace(settings, split="train", goals=min(settings.goals, settings.towns),  # was trained on? Of --data alone
+                                   multiwoz=settings.multiwoz if settings.data else "")                 # nobody knows them.
         figures["success_train"] = evaluate(policy, judge, evaluation_scenarios(seen), seen)[0]["success"]
     write_json(path, {**training, **figures})
     return {**training, **figures}
@@ -1287,7 +1291,7 @@ def comparison_table(result: dict, settings: Settings) -> str:
     def show(key, value):
         return "-" if value is None else f"{value:,.0f}" if key in ("trained_tokens", "sampled_tokens", "seconds") else f"{value:.3f}"
 
-    where = settings.multiwoz or f"{settings.goals} ambiguous goals and their twins"
+    where = f"at most {settings.goals} goals of {settings.multiwoz}" if settings.multiwoz else f"{settings.goals} ambiguous goals and their twins"
     return (f"{settings.model} on {where}, {settings.split}; means over seeds 0 to {settings.seeds - 1}, {settings.repeats} dialogue(s) a "
             "goal and seed. `uncorrected` is success without a correction by the user.\n\n"
             + table([label.format(settings.repeats) for label in COLUMNS.values()],

@@ -57,10 +57,24 @@ def test_when_is_two_way():
     ("conditional", ACT, None, None, 1, None, 0.0, 1.0),
     ("conditional", BAD_ASK, None, None, 0, None, 0.0, 0.0),
     ("literal", ASK, None, FAILED, 1, None, None, None),
+    ("total", ASK, True, GOOD, 1, 1, 0.75, 1.75),
+    ("total", ASK, False, None, 1, 0, None, 1.0),  # asking too much is free
+    ("format", ASK, True, GOOD, 1, 1, 0.75, 1.0),
+    ("format", ASK, False, None, 1, 0, None, 1.0),
+    ("format", BAD, True, None, 0, 0, 0.0, 0.0),
+    ("clarify", ASK, True, GOOD, 1, 1, 0.75, 0.75),
+    ("clarify", ACT, True, None, 1, 0, 0.0, 0.0),
 ])
-def test_parts_add_up_in_both_modes(mode, agent, due, verdict, format_, when, clarify, reward):
+def test_parts_add_up_in_every_mode(mode, agent, due, verdict, format_, when, clarify, reward):
     expected = {"format": format_, "when": when, "clarify": clarify, "reward": reward}
     assert reward_parts(agent, due, verdict, mode) == expected
+
+
+@pytest.mark.parametrize("agent, due, verdict, reward", [
+    (ASK, True, GOOD, 1.45), (ASK, False, None, 0.7), (ACT, True, None, 1.0), (ACT, False, None, 1.0), (BAD_ASK, True, None, -0.3), (BAD, False, None, 0.0)])
+def test_every_question_costs_its_price(agent, due, verdict, reward):
+    """format + clarify - 0.3 * asked; a malformed question is no way round the price."""
+    assert reward_parts(agent, due, verdict, "total", 0.3)["reward"] == pytest.approx(reward)
 
 
 def test_a_malformed_or_undue_question_keeps_its_zero_whatever_a_judge_would_say():

@@ -427,6 +427,14 @@ def test_a_pair_of_equal_sides_trains_nothing():
 
 # ------------------------------------------------------------------------------------------------- evaluation
 
+def test_a_few_goals_of_multiwoz_are_a_sample_and_always_the_same(monkeypatch):
+    """Their ids begin with MUL, PMUL, SNG: the first 200 of the test goals hold none of a single domain."""
+    import data.multiwoz
+    monkeypatch.setattr(data.multiwoz, "scenarios", lambda folder, split: [f"{kind}{i}" for kind in ("MUL", "PMUL", "SNG") for i in range(100)])
+    some, again, every = (speakrl.evaluation_scenarios(Settings(multiwoz="x", goals=goals)) for goals in (30, 30, 999))
+    assert some == again and len(set(some)) == 30 and {s.rstrip("0123456789") for s in some} == {"MUL", "PMUL", "SNG"} and len(set(every)) == 300
+
+
 def test_wilson_interval():
     assert [round(v, 3) for v in wilson(0.5, 100)] == [0.404, 0.596]
     assert wilson(1.0, 400)[0] < 0.995
