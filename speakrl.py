@@ -82,7 +82,7 @@ class Settings:
     micro_rows: int = 32         # completions forwarded at once in the update (dpo: always the turns of one pair)
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due
     judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
-    judge_model: str = ""        # judge claude: the model, empty: claude-haiku-5-5; judge self: folder or hub id, empty: the start (of the embedded policy: data/tiny-rater)
+    judge_model: str = ""        # judge claude: the model, empty: claude-haiku-5-5; judge self: a folder, empty: the start (the embedded one: its rater)
     self_judge: str = "frozen"   # judge self: frozen (the start, a second model in memory) or current (the policy as it is)
     base_url: str = ""           # claude: address of a compatible server; empty: ANTHROPIC_BASE_URL, or Anthropic's own
     cache: str = "runs/claude.jsonl"  # claude: file of its answers; what stands there is not paid for again
@@ -1186,7 +1186,7 @@ def make_judge(settings: Settings, policy):
 
 def rater(settings: Settings) -> str:
     """Folder or hub id of the model that is the frozen self-judge."""
-    embedded = settings.model == Settings.model
+    embedded = Path(settings.model).resolve() == Path(Settings.model)
     if embedded and not settings.judge_model and not RATER.exists():
         raise UserError(f"--judge self: the embedded policy was not taught to rate, and {RATER} is not there; make it with python -m data.rater")
     return settings.judge_model or str(RATER if embedded else settings.model)
@@ -1297,7 +1297,8 @@ def writer_cost(settings: Settings, model: str) -> str:
     sent, written = (int(sum(part) / len(counted) * settings.n / CHARACTERS_PER_TOKEN) for part in zip(*counted))
     cost = dollars(model, {"input_tokens": sent, "output_tokens": written})
     return (f"{settings.n} dialogues by {model}: {settings.n} requests, about {sent / 1e6:.2f} M tokens in and {written / 1e6:.2f} M out ({len(counted)} "
-            f"requests counted, {CHARACTERS_PER_TOKEN:g} characters a token): {'price unknown' if cost is None else f'${cost:.2f}'}, by the prices of {PRICED_ON}.\n"
+            f"requests counted, {CHARACTERS_PER_TOKEN:g} characters a token): {'price unknown' if cost is None else f'${cost:.2f}'}, "
+            f"by the prices of {PRICED_ON}.\n"
             "Thinking costs more, dialogues that are dropped are paid too, and what stands in --cache costs nothing. Nothing was sent.")
 
 

@@ -31,7 +31,7 @@ from env import (AREAS, BOOK_SLOTS, DAYS, MAX_ROWS, PRICES, SPOKEN, Database, Di
 from data.multiwoz import ORDER, bookable, human_turns, scenarios
 from data.speaker import Oracle, clarify_due, play, points_of, with_thinks
 from data.towns import ANY_PATTERN, ARRIVALS, FOODS, RICH, SPLITS, VAGUE, read_request, request_domain, town_goal, word_request
-from rewards import Reply, Request, data_block, judge_question
+from rewards import NUMBERS, Reply, Request, data_block, judge_question
 
 FILES = ("dialogues.jsonl", "twins.jsonl", "points.jsonl", "sft.jsonl", "sft_twins.jsonl", "dpo.jsonl")
 COUNTS = (1, 1, 1, 1, 2, 2, 3)  # ambiguities in a dialogue, as far as its goal has parts to book
@@ -566,7 +566,8 @@ def kept(text: str, values: set[str]) -> list[str]:
 
     arrivals = "|".join(re.escape(sentence).replace(r"\{\}", r"\w+") for sentence in ARRIVALS)
     own = "|".join(re.escape(value) for value in sorted([*values, *FIXED], key=len, reverse=True))
-    for pattern in (arrivals, rf"(?<!\w)(?:{own})(?!\w)", _CLOSED.pattern):  # what one has found, the next does not see
+    numbers = rf"\b(?:{'|'.join(NUMBERS)})\b"  # "three of us" would make "a few of us" exact, unseen by the reader
+    for pattern in (arrivals, rf"(?<!\w)(?:{own})(?!\w)", _CLOSED.pattern, numbers):  # what one has found, the next does not see
         rest = re.sub(pattern, take_out, rest, flags=re.I)
     return sorted(found)
 
@@ -762,7 +763,8 @@ class Tally:
                   for name, counter in self.counts.items() if name not in ("dropped", "first")}
         texts = {**self.texts, "human first turns": [turns[0] for turns in human], "human user turns": [t for turns in human for t in turns]}
         first = self.counts["first"].most_common(1)
-        return {"dialogues": self.kept, "attempts": self.kept + sum(self.counts["dropped"].values()), "dropped": dict.fromkeys(DROPPED, 0) | self.counts["dropped"],
+        return {"dialogues": self.kept, "attempts": self.kept + sum(self.counts["dropped"].values()),
+                "dropped": {**dict.fromkeys(DROPPED, 0), **self.counts["dropped"]},
                 "dpo pairs": self.pairs["kept"], "rejected side succeeded by luck": round(self.pairs["rejected side succeeded by luck"] / max(self.kept, 1), 4),
                 "turns a dialogue": round(self.turns / max(self.kept, 1), 2), "shares": shares,
                 "first-request skeletons": len(self.counts["first"]), "commonest skeleton": round(first[0][1] / self.kept, 5) if first else None,

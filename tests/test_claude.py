@@ -1,4 +1,5 @@
 """What holds claude.py and the judges that are language models: real HTTP on loopback through the real SDK, and never a key that is real."""
+import functools
 import inspect
 import json
 import logging
@@ -27,6 +28,7 @@ from env import ModelUser, run_dialogues, start_dialogue, user_part, user_values
 from rewards import (DIMENSIONS, MAX_QUESTION, ClaudeJudge, Reply, Request, SelfJudge, Stop, Tally, Verdict, clarify_reward, clean,
                      find_scores, read_scores)
 from speakrl import Policy, Settings, local_complete, main
+from test_speakrl import readme_commands
 
 ROOT = Path(__file__).resolve().parent.parent
 HAIKU = "claude-haiku-5-5"
@@ -35,7 +37,7 @@ GOOD = json.dumps({**dict.fromkeys(DIMENSIONS, 4), "why": "Fine."})
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch):
-    """No proxy, short pauses between the SDK's retries, and no way out of this machine."""
+    """No proxy, short pauses between the SDK's retries, and no way out of this machine (A05)."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("anthropic._base_client.INITIAL_RETRY_DELAY", 0.01)
     connect = socket.socket.connect
@@ -477,18 +479,18 @@ def scored(folder):
     return [(row["id"], row["reward"], row["judge"]) for row in lines(folder / "samples.jsonl")]
 
 
-def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tmp_path):
+def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tmp_path, monkeypatch):
     """30 % of the calls fail, in every scripted way: what is scored is scored as without faults, nothing else is a number, and the
-    key is in no file."""
-    quick = [fault for fault in FAULTS if fault not in ("stall", "429-later")]
+    key is in no file. With learning on it comes to its end."""
+    monkeypatch.setattr("claude.Claude", functools.partial(Claude, deadline=2.0))  # for the stalled ones
 
     def fault(body, attempt):
         dice = random.Random(json.dumps(body, sort_keys=True))
-        return dice.choice(quick) if dice.random() < 0.3 else None
+        return dice.choice(FAULTS) if dice.random() < 0.3 else None
 
-    for name, script in (("well", lambda body, attempt: None), ("ill", fault)):
+    for name, script, lr in (("well", lambda body, attempt: None, "0"), ("learns", fault, "1e-3"), ("ill", fault, "0")):
         with Server(fault=script) as server:
-            assert main(["train", "--judge", "claude", "--lr", "0", "--steps", "3", "--out", name, "--cache", f"{name}.jsonl", "--base-url",
+            assert main(["train", "--judge", "claude", "--lr", lr, "--steps", "3", "--out", name, "--cache", f"{name}.jsonl", "--base-url",
                          server.url, *SMALL]) == 0
         metrics = lines(tmp_path / name / "metrics.jsonl")
         assert metrics[-1]["claude_models"] == [HAIKU + "-served"] and metrics[-1]["claude_dollars"] > 0
@@ -496,6 +498,9 @@ def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tm
     assert len(well) == len(ill) == 24 and None not in [reward for _, reward, _ in well]
     assert all(a == b if b[1] is not None else a[0] == b[0] for a, b in zip(well, ill)) and None in [reward for _, reward, _ in ill]
     assert sum(m["judge_failed"] for m in metrics) == sum(reward is None for _, reward, _ in ill) and metrics[-1]["claude_failed"] > 0
+    learns = lines(tmp_path / "learns" / "samples.jsonl")
+    assert {row["clarify"] is None for row in learns if row["judge"] not in (None, "by hash")} == {True} == {row["reward"] is None for row in learns
+                                                                                                             if row["judge"] not in (None, "by hash")}
     printed = capsys.readouterr()
     assert "127.0.0.1" in printed.out and HAIKU in printed.out and " requests, " in printed.out
     assert KEY not in printed.out + printed.err
@@ -546,7 +551,8 @@ def test_train_with_the_self_judge(whose, keyed, tmp_path, monkeypatch):
         return [Reply(GOOD) for _ in requests]
 
     monkeypatch.setattr(speakrl, "local_complete", fake)
-    assert main(["train", "--judge", "self", "--self-judge", whose, *["--judge-model", Settings().model][:2 * (whose == "frozen")], "--steps", "2", "--lr", "0.01", "--out", "r", *SMALL]) == 0
+    who = {"frozen": ["--judge-model", Settings().model], "current": []}[whose]
+    assert main(["train", "--judge", "self", "--self-judge", whose, *who, "--steps", "2", "--lr", "0.01", "--out", "r", *SMALL]) == 0
     start, judge = Policy(Settings().model, Settings()), asked[-1][0]
     same = all(torch.equal(p, q) for p, q in zip(start.model.parameters(), judge.model.parameters()))
     assert same == (whose == "frozen") and {p for p, _ in asked} == {judge} and sum(n for _, n in asked) > 4
@@ -693,8 +699,22 @@ def test_a_dry_run_counts_and_sends_nothing(capsys, tmp_path, monkeypatch):
     assert len(made) == 4 and f"4 requests, about {sent:.2f} M tokens in" in said and "$0.00, by the prices of 2026" in said and "Nothing was sent" in said
     assert main(["data", "--writer", "claude:claude-of-next-year", "--dry-run", "--n", "4"]) == 0 and "price unknown" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-    for flags, words in ((["data", "--dry-run"], "--dry-run"), (["data", "--writer", "gpt"], "--writer gpt"), (["train", "--dry-run", "--writer", "claude"], "--dry-run")):
-        assert main(flags) == 2 and words in capsys.readouterr().err
+    for flags, words in (("data --dry-run", "--dry-run"), ("data --writer gpt", "--writer gpt"), ("train --writer claude --dry-run", "--dry-run")):
+        assert main(flags.split()) == 2 and words in capsys.readouterr().err
+
+
+def test_the_readmes_commands_with_claude_run_at_toy_size(keyed):
+    def answer(body):
+        system = body["system"][0]["text"]
+        return (written(body) if system.startswith("You make planned") else "Thanks.\n###GIVE UP###" if system.startswith("You play") else
+                "<think>Open.</think><clarify>Which one?</clarify>" if system.startswith("You are an assistant") else judge_answer(body))
+
+    toy = {"train": [*SMALL, "--steps", "1"], "eval": ["--goals", "1", "--max-new-tokens", "60"], "data": ["--n", "2"]}
+    commands = [command.replace("FOLDER", Settings().model).split()[2:] for command in readme_commands() if "claude" in command]
+    with Server(answer=answer) as server:
+        for k, argv in enumerate(commands):
+            assert main([*argv, *toy[argv[0]], "--out", f"run-{k}", "--base-url", server.url]) == 0, argv
+    assert len(commands) >= 3 and server.refused == []
 
 
 # ------------------------------------------------------------------------------------------------- rows of the table
@@ -719,7 +739,9 @@ def test_the_self_judges_row_needs_a_model_that_can_rate(tmp_path, capsys, monke
     row = "SpeakRL (self-judge)"
     assert row in speakrl.rows_to_make(Settings()) and speakrl.rater(Settings()) == str(tmp_path)
     monkeypatch.setattr(speakrl, "RATER", tmp_path / "none")
-    assert row not in speakrl.rows_to_make(Settings()) and "python -m data.rater" in capsys.readouterr().out
+    monkeypatch.chdir(ROOT)
+    for embedded in (Settings().model, "data/tiny", "./data/../data/tiny/"):
+        assert row not in speakrl.rows_to_make(Settings(model=embedded)) and "python -m data.rater" in capsys.readouterr().out
     assert row in speakrl.rows_to_make(Settings(model="a/b")) and speakrl.rater(Settings(model="a/b")) == "a/b"
     assert speakrl.self_judged(Settings(judge="claude", judge_model=HAIKU)).judge_model == ""
     assert speakrl.self_judged(Settings(judge="self", judge_model="f")).judge_model == "f" == speakrl.rater(Settings(judge="self", judge_model="f"))

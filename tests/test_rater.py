@@ -108,12 +108,10 @@ def test_check_says_how_scores_rank_and_what_cannot_rate(taught):
 
 
 def test_train_with_the_rater_offline(taught, tmp_path, monkeypatch):
-    """`train --judge self`: the embedded policy is rated by its rater's folder, which stays as it is. Half of its turns ask, for the base rarely does."""
+    """`train --judge self`: the embedded policy is rated by its rater's folder. Half of the policy's turns ask, for the base rarely does."""
     monkeypatch.setattr(speakrl, "RATER", taught[0])
-    monkeypatch.setattr(Policy, "text", lambda self, completion, text=Policy.text: text(self, completion) if sum(completion) % 2 or self.model is not trained[0]
-                        else "<think>Open.</think><clarify>Which one?</clarify>")
-    trained, step = [None], speakrl.grpo_step
-    monkeypatch.setattr(speakrl, "grpo_step", lambda policy, *rest: trained.__setitem__(0, policy.model) or step(policy, *rest))
+    monkeypatch.setattr(Policy, "text", lambda self, completion, text=Policy.text: text(self, completion) if
+                        sum(completion) % 2 or self.model.name_or_path == str(taught[0]) else "<think>Open.</think><clarify>Which one?</clarify>")
     assert main(["train", "--judge", "self", "--steps", "2", "--towns", "6", "--prompts", "2", "--group", "4", "--goals", "1", "--max-new-tokens", "60",
                  "--guard-every", "0", "--out", str(tmp_path / "r")]) == 0
     rated = [row for row in map(json.loads, (tmp_path / "r" / "samples.jsonl").read_text().splitlines()) if row["judge"] is not None]
