@@ -721,16 +721,14 @@ def test_the_readmes_commands_with_claude_run_at_toy_size(keyed):
 
 def test_compare_makes_claudes_row_for_a_key_and_a_budget(keyed, capsys, tmp_path, monkeypatch):
     """Claude plays the goals of the table as an agent; with a key alone nothing is spent."""
-    monkeypatch.setattr(speakrl, "RATER", tmp_path / "none")
-    monkeypatch.setattr(speakrl, "COMPARED", {name: row for name, row in speakrl.COMPARED.items() if row == ("",)} | {"SpeakRL": ("",)})
-    flags = ["compare", "--seeds", "1", "--goals", "1", "--max-new-tokens", "40", "--towns", "1"]
+    assert HAIKU not in speakrl.rows_to_make(Settings()) and f"without the row {HAIKU}: it takes ANTHROPIC_API_KEY and --budget-usd" in capsys.readouterr().out
+    monkeypatch.setattr(speakrl, "COMPARED", {"SpeakRL": ("",), HAIKU: speakrl.COMPARED[HAIKU]})  # the base in place of a trained policy
     with Server(answer=lambda body: "<think>Open.</think><clarify>Which one do you mean?</clarify>") as server:
-        assert main([*flags, "--out", "a", "--base-url", server.url]) == 0 and not server.requests and not server.looked_up
-        assert f"without the row {HAIKU}: it takes ANTHROPIC_API_KEY and --budget-usd" in capsys.readouterr().out
-        assert main([*flags, "--out", "b", "--base-url", server.url, "--budget-usd", "5"]) == 0 and server.requests
-    rows = json.loads(Path("b/compare.json").read_text())["rows"]
-    assert list(json.loads(Path("a/compare.json").read_text())["rows"]) == ["SpeakRL", "base"] and rows[HAIKU]["ask_rate_ambiguous"] == 1.0
-    assert HAIKU in Path("b/compare.md").read_text() and Path(f"b/{HAIKU}-0.json").exists()
+        assert main(["compare", "--seeds", "1", "--goals", "1", "--max-new-tokens", "40", "--towns", "1", "--out", "c", "--base-url", server.url,
+                     "--budget-usd", "5"]) == 0 and server.requests and server.refused == []
+    rows = json.loads(Path("c/compare.json").read_text())["rows"]
+    assert list(rows) == [HAIKU, "SpeakRL"] and rows[HAIKU]["ask_rate_ambiguous"] == 1.0 and rows[HAIKU]["trained_tokens"] == 0
+    assert HAIKU in Path("c/compare.md").read_text() and Path(f"c/{HAIKU}-0.json").exists()
 
 
 def test_the_self_judges_row_needs_a_model_that_can_rate(tmp_path, capsys, monkeypatch):
