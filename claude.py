@@ -28,8 +28,11 @@ import anthropic
 
 from rewards import Reply, Request, Stop, Tally, checked
 
-# Dollars per million tokens in and out, 2026-11-29. Reading a cached prompt costs a tenth of its input, writing it a quarter more.
+# Dollars per million tokens in and out. Reading a cached prompt costs a tenth of its input, writing it a quarter more.
 PRICES = {"claude-haiku-5-5": (0.10, 0.50), "claude-sonnet-5-5": (2, 10), "claude-sonnet-4-6": (3, 15), "claude-haiku-4-5-20251001": (1, 5)}
+PRICED_ON = "2026-11-29"
+# For estimates only. Counted on our requests with the last tokenizer that was published (anthropic 0.38, of Claude 2): 3.0 to 3.5.
+CHARACTERS_PER_TOKEN = 3.0
 ADVICE = {401: "the key was refused, check ANTHROPIC_API_KEY", 402: "there is no credit, see the billing page of the console",
           403: "this key may not do that", 404: "there is no such model (any more), name another"}
 

@@ -91,7 +91,7 @@ class Settings:
     reward: str = "conditional"  # conditional: format * when + clarify; literal: the paper's text, format + clarify where due; total: everywhere; or one part
     ask_cost: float = 0.0        # grpo: price of a question, off the reward of every turn that asks
     judge: str = "rule"          # who scores the questions: rule (reads the annotation), claude, or self (the policy's model)
-    judge_model: str = "claude-haiku-5-5"  # judge claude: the model
+    judge_model: str = ""        # judge claude: the model, empty: claude-haiku-5-5; judge self: a folder, empty: the start (the embedded one: its rater)
     self_judge: str = "frozen"   # judge self: frozen (the start, a second model in memory) or current (the policy as it is)
     base_url: str = ""           # claude: address of a compatible server; empty: ANTHROPIC_BASE_URL, or Anthropic's own
     cache: str = "runs/claude.jsonl"  # claude: file of its answers; what stands there is not paid for again
@@ -99,6 +99,8 @@ class Settings:
     user: str = "script"         # who plays the user in evaluation: script, claude, or model (a local one)
     user_model: str = ""         # user claude: the model, empty: claude-haiku-5-5; user model: folder or hub id, empty: the policy
     n: int = 25000               # data: ambiguous dialogues to build
+    writer: str = "rules"        # data: who words them: rules, claude (claude-haiku-5-5) or claude:MODEL
+    dry_run: bool = False        # data: print what --writer would cost; nothing is sent or written
     multiwoz: str = ""           # eval, compare, data: folder with MultiWOZ; its goals take the place of generated towns
     split: str = "valid"         # eval, compare: valid, test or test-new-words
     goals: int = 40              # ambiguous goals of an evaluation, each with its twin
@@ -118,13 +120,15 @@ class Settings:
 CHOICES = {"method": ("grpo", "sft", "dpo"), "norm": ("sequence", "token", "constant"), "reward": MODES,
            "judge": ("rule", "claude", "self"), "self_judge": ("frozen", "current"), "user": ("script", "claude", "model"),
            "dtype": ("fp32", "bf16"), "split": ("train", "valid", "test", "test-new-words")}
+CLAUDE_MODEL = "claude-haiku-5-5"  # where no model of Claude is named
+RATER = ROOT / "data" / "tiny-rater"  # the embedded policy was not taught to rate: this copy was, by python -m data.rater
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds",
               "base_url", "cache", "budget_usd", "zero"}
 # What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
 DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
-# The paper's own numbers are not published; these are its closest kin's (ToolRL).
-PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
+# The paper's own numbers are not published; these are its closest kin's (ToolRL). Its judge is Claude; the model that it names is retired.
+PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", judge="claude", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
                          max_new_tokens=1024, micro_tokens=8192, dtype="bf16", checkpointing=True, towns=20000, device="cuda")}
 
 
@@ -167,6 +171,12 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
         raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
     if settings.minibatch and settings.prompts % settings.minibatch:
         raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
+    if settings.writer != "rules" and settings.writer.split(":")[0] != "claude":
+        raise UserError(f"--writer {settings.writer}: it must be rules, claude or claude:MODEL")
+    if settings.dry_run and (command != "data" or settings.writer == "rules"):
+        raise UserError("--dry-run says what data --writer claude would cost; nothing else costs anything before it is run")
+    if settings.judge == "self" and settings.self_judge == "current" and settings.judge_model:
+        raise UserError(f"--self-judge current and --judge-model {settings.judge_model} do not go together: either the policy rates, or that model")
     here = command != "eval" or settings.judge == "self" or settings.user == "model" and not settings.user_model
     if settings.model.startswith("claude:") and here:
         raise UserError(f"--model {settings.model}: Claude can be evaluated (eval), but neither trained nor loaded here")
@@ -1187,8 +1197,8 @@ def print_evaluations(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- 6. the comparison
 
 # Row of the table: method, and its files in the data folder. SpeakRL first: the tokens it trains are the measure of the others.
-COMPARED = {"SpeakRL": ("grpo", "points.jsonl"), "DPO": ("dpo", "dpo.jsonl"), "SFT, with twins": ("sft", "sft.jsonl", "sft_twins.jsonl"),
-            "SFT": ("sft", "sft.jsonl"), "base": ("",)}
+COMPARED = {"SpeakRL": ("grpo", "points.jsonl"), "SpeakRL (self-judge)": ("grpo", "points.jsonl"), "DPO": ("dpo", "dpo.jsonl"),
+            "SFT, with twins": ("sft", "sft.jsonl", "sft_twins.jsonl"), "SFT": ("sft", "sft.jsonl"), "base": ("",), CLAUDE_MODEL: ("",)}
 COLUMNS = {"success": "success, Avg@{}", "turns": "turns", "success_ambiguous": "success, ambiguous", "success_clear": "success, clear",
            "success_uncorrected_ambiguous": "uncorrected, ambiguous", "success_uncorrected_clear": "uncorrected, clear",
            "ask_rate_ambiguous": "asks, ambiguous", "ask_rate_clear_plain": "asks, plain twin", "ask_rate_clear_db": "asks, database twin",
@@ -1200,15 +1210,16 @@ PAIRED = {"success": "success", "uncorrected": "uncorrected", "turns": "turns", 
 def compare(settings: Settings) -> None:
     """`compare`: from one base and one data set, every method with equal numbers of trained tokens and every seed; the table in
     compare.md and compare.json. What was done is not done again: training resumes, each evaluation lies in a file."""
+    names = rows_to_make(settings)
     settings, folder, _, lock = open_run(settings)  # the lock is held until this returns
     data = Path(settings.data) if settings.data else write_town_data(folder / "data", settings.towns)
     for file in (file for _, *files in COMPARED.values() for file in files):
         if not (data / file).exists():
             raise UserError(f"--data {data} holds no {file}; make such a folder with python speakrl.py data")
-    rows: dict[str, list[dict]] = {name: [] for name in reversed(COMPARED)}
+    rows: dict[str, list[dict]] = {name: [] for name in reversed(names)}
     for seed in range(settings.seeds):
-        for name in COMPARED:
-            budget = rows["SpeakRL"][seed]["trained_tokens"] if name != "SpeakRL" else 0
+        for name in names:
+            budget = rows["SpeakRL"][seed]["trained_tokens"] if COMPARED[name][0] in SIDES else 0
             figures = compare_one(name, budget, folder, data, dataclasses.replace(settings, seed=seed))
             if figures is None:
                 print(f"go on with: python speakrl.py compare --resume --out {folder}", flush=True)
@@ -1223,11 +1234,32 @@ def compare(settings: Settings) -> None:
     print("\n" + comparison_table(result, settings), flush=True)
 
 
+def rows_to_make(settings: Settings) -> list[str]:
+    """The rows of the table. Said, and left out: the self-judge without a model that can rate; Claude without a key, and without a
+    budget, for a key alone is no leave to spend."""
+    left_out = {}
+    if not (os.environ.get("ANTHROPIC_API_KEY") and settings.budget_usd):
+        left_out[CLAUDE_MODEL] = "it takes ANTHROPIC_API_KEY and --budget-usd"
+    try:
+        if settings.self_judge == "frozen":
+            rater(self_judged(settings))
+    except UserError as error:
+        left_out["SpeakRL (self-judge)"] = str(error)
+    for name, why in left_out.items():
+        print(f"without the row {name}: {why}", flush=True)
+    return [name for name in COMPARED if name not in left_out]
+
+
+def self_judged(settings: Settings) -> Settings:
+    """The same run with the self-judge; a judge's model that was named for Claude is not its."""
+    return dataclasses.replace(settings, judge="self", judge_model=settings.judge_model if settings.judge == "self" else "")
+
+
 def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Settings) -> dict | None:
     """Train one row of the table with one seed (on `budget` tokens, 0: --steps) and evaluate it. Returns the figures, from their
     file if they are there already; None if training was interrupted."""
     method, *files = COMPARED[name]
-    run = folder / f"{name.replace(',', '').replace(' ', '-').lower()}-{settings.seed}"
+    run = folder / f"{name.translate(str.maketrans(' ', '-', ',()')).lower()}-{settings.seed}"
     path, training = run.with_suffix(".json"), {"trained_tokens": 0, "sampled_tokens": 0, "seconds": 0.0}
     if path.exists():
         return json.loads(path.read_text())
@@ -1239,6 +1271,8 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
         unset = {k: v for k, v in DEFAULTS.get(method, {}).items() if getattr(settings, k) == getattr(Settings, k)}
         own = dataclasses.replace(settings, **unset, method=method, data=str(file), out=str(run), goals=min(10, settings.goals),
                                   resume=(run / "settings.json").exists())
+        if name == "SpeakRL (self-judge)":
+            own = self_judged(own)
         if budget:
             own = dataclasses.replace(own, steps=steps_for(budget, own))
         train(own)
@@ -1247,7 +1281,7 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
         for line in (run / "metrics.jsonl").read_text().splitlines():
             training = {key: value + json.loads(line)[key] for key, value in training.items()}
     print(f"\nevaluating {name}, seed {settings.seed}, on {settings.split} ...", flush=True)
-    policy = Policy(str(run) if method else settings.model, settings)
+    policy = ClaudeAgent(dataclasses.replace(settings, model=name)) if name == CLAUDE_MODEL else Policy(str(run) if method else settings.model, settings)
     judge = make_judge(settings, lambda: policy)
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     if method == "sft" and (settings.multiwoz or not settings.data):  # the paper says that SFT overfits: how does it do on the goals it
@@ -1323,17 +1357,25 @@ def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, floa
 def make_judge(settings: Settings, policy):
     """The judge by name; a judge is any callable judge(items) -> verdicts. `policy()` is the one in training, asked for when used."""
     if settings.judge == "claude":
-        return ClaudeJudge(claude(settings, settings.judge_model))
+        return ClaudeJudge(claude(settings, settings.judge_model or CLAUDE_MODEL))
     if settings.judge == "self":
-        start = Policy(settings.model, settings) if settings.self_judge == "frozen" else None
+        start = Policy(rater(settings), settings) if settings.self_judge == "frozen" else None
         return SelfJudge(lambda requests: local_complete(start or policy(), requests))
     return RuleJudge()
+
+
+def rater(settings: Settings) -> str:
+    """Folder or hub id of the model that is the frozen self-judge."""
+    embedded = Path(settings.model).resolve() == Path(Settings.model)
+    if embedded and not settings.judge_model and not RATER.exists():
+        raise UserError(f"--judge self: the embedded policy was not taught to rate, and {RATER} is not there; make it with python -m data.rater")
+    return settings.judge_model or str(RATER if embedded else settings.model)
 
 
 def make_user(settings: Settings, policy):
     """`user(scenario, repeat)`: who plays the user of a scenario, by name."""
     if settings.user == "claude":
-        complete = claude(settings, settings.user_model or Settings.judge_model)
+        complete = claude(settings, settings.user_model or CLAUDE_MODEL)
     elif settings.user == "model":
         model = Policy(settings.user_model, settings) if settings.user_model else policy
         complete = functools.partial(local_complete, model)
@@ -1410,14 +1452,34 @@ def run_data(settings: Settings) -> None:
     from data.build import build, report
     from data.multiwoz import DataError
     out = settings.out or "runs/speaker"
+    model = settings.writer.removeprefix("claude").removeprefix(":") or CLAUDE_MODEL
     try:
+        if settings.dry_run:
+            return print(writer_cost(settings, model))
+        complete = claude(settings, model) if settings.writer != "rules" else None
         with tqdm(total=settings.n, unit="dialogue", disable=not sys.stderr.isatty(), leave=False) as bar:
-            statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n))
+            statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n), complete=complete)
     except DataError as error:
         raise UserError(f"--multiwoz: {error}") from error
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error}") from error
     print(f"{out}:\n{report(statistics)}")
+
+
+def writer_cost(settings: Settings, model: str) -> str:
+    """What `data --writer` would cost, counted on the requests of the first dialogues."""
+    from claude import CHARACTERS_PER_TOKEN, PRICED_ON, dollars
+    from data.build import planned_requests
+    counted = [(sum(len(m["content"]) for m in request.messages), len(answer))
+               for request, answer in planned_requests(min(settings.n, 500), settings.seed, settings.multiwoz)]
+    if not counted:
+        raise UserError("--dry-run: these goals leave nothing open, no dialogue can be planned")
+    sent, written = (int(sum(part) / len(counted) * settings.n / CHARACTERS_PER_TOKEN) for part in zip(*counted))
+    cost = dollars(model, {"input_tokens": sent, "output_tokens": written})
+    return (f"{settings.n} dialogues by {model}: {settings.n} requests, about {sent / 1e6:.2f} M tokens in and {written / 1e6:.2f} M out ({len(counted)} "
+            f"requests counted, {CHARACTERS_PER_TOKEN:g} characters a token): {'price unknown' if cost is None else f'${cost:.2f}'}, "
+            f"by the prices of {PRICED_ON}.\n"
+            "Thinking costs more, dialogues that are dropped are paid too, and what stands in --cache costs nothing. Nothing was sent.")
 
 
 COMMANDS = {"train": train, "eval": run_eval, "data": run_data, "compare": compare, "chat": run_chat}

@@ -7,7 +7,7 @@ a plan was found; the task succeeded through the questions alone; at least one c
 an earlier one of its dialogue; no near-identical dialogue is in the set.
 
 It stands beside speaker.py because it is another job: there, what a question is and when it is due; here, making many.
-Left out: a language model that writes the dialogues. The paper has Claude do it; ours are worded by rules, see the data card.
+Rules plan and word the dialogues; a language model may then write them anew (`rewritten`). The paper has Claude do both, see the data card.
 """
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from env import (AREAS, BOOK_SLOTS, DAYS, MAX_ROWS, PRICES, SPOKEN, Database, Dialogue, Scenario, ScriptedUser, arrival,
                  booking_satisfies, meets, name_key, normalise, parse_turn, score_dialogue, to_minutes)
 from data.multiwoz import ORDER, bookable, human_turns, scenarios
-from data.speaker import Oracle, play, points_of, with_thinks
-from data.towns import ARRIVALS, FOODS, RICH, SPLITS, VAGUE, read_request, town_goal, word_request
+from data.speaker import Oracle, clarify_due, play, points_of, with_thinks
+from data.towns import ANY_PATTERN, ARRIVALS, FOODS, RICH, SPLITS, VAGUE, read_request, request_domain, town_goal, word_request
+from rewards import NUMBERS, Reply, Request, data_block, judge_question
 
 FILES = ("dialogues.jsonl", "twins.jsonl", "points.jsonl", "sft.jsonl", "sft_twins.jsonl", "dpo.jsonl")
 COUNTS = (1, 1, 1, 1, 2, 2, 3)  # ambiguities in a dialogue, as far as its goal has parts to book
@@ -40,6 +42,9 @@ KIND_WEIGHTS = {"branch": 6, "underspecified": 5, "reference": 4, "vague": 2, "c
 REPEATED, NEAR = 0.5, 0.5
 DROPPED = ("nothing to leave open", "every candidate succeeds", "no success through its questions", "a question repeats an earlier one",
            "no success of the clear twin", "the wording of another, other values", "nearly the same as another of its goal")
+# Why a dialogue is dropped that a language model has written anew. Other reasons in statistics.json, such as "refusal", are its service's.
+UNFAITHFUL = ("the writer lost or added a value", "the writer's request reads differently", "the writer's question aims elsewhere",
+              "the replay of the writer's words went another way")
 
 
 # ------------------------------------------------------------------------------------------------- planning an ambiguity
@@ -373,8 +378,33 @@ def sft_rows(dialogue: Dialogue) -> list[dict]:
             for k, (length, text, _) in enumerate(dialogue.steps)]
 
 
-def attempt(number: int, seed: int, tasks: list | None) -> dict:
-    """One attempt: {"dropped": the filter that caught it}, or everything that is written and counted of a kept dialogue."""
+class Played(NamedTuple):
+    """What an attempt came to, before it is written down: the dialogue that asks, its clear twin, and the one that guesses."""
+    name: str
+    goal_id: str
+    dialogue: Dialogue
+    twin: Dialogue
+    careless: Dialogue
+    writer: str = "rules"
+
+    @property
+    def failed(self) -> bool:
+        """Does the guess miss the goal? Only then do `dialogue` and `careless` make a pair."""
+        return score_dialogue(self.careless.scenario.goal, self.careless.session.ledger, self.careless.messages)[0] is False
+
+
+def oracles(name: str, ambiguous: Scenario) -> tuple[Oracle, Oracle, Oracle]:
+    """Fresh agents for the three dialogues of an attempt."""
+    return (Oracle(ambiguous.ambiguity, name, 1.0, ambiguous.further, rich=True), Oracle(seed=name, rich=True),
+            Oracle(ambiguous.ambiguity, name, 0.0, ambiguous.further, rich=True))
+
+
+def repeated(asked: list[str]) -> bool:
+    return any(overlap(ngrams(a, 2), ngrams(b, 2)) >= REPEATED for k, a in enumerate(asked) for b in asked[:k])
+
+
+def attempt(number: int, seed: int, tasks: list | None) -> Played | dict:
+    """One attempt, played; or {"dropped": the filter that caught it}."""
     if tasks is None:
         town = (250_000 * seed + number) % SPLITS["valid"]
         goal_id, (goal, database) = f"town-{town}", town_goal(town)
@@ -387,20 +417,32 @@ def attempt(number: int, seed: int, tasks: list | None) -> dict:
     ambiguous, clear = pair
     if not all(any(candidate_fails(ambiguous, a, c) for c in a["candidates"]) for a in ambiguous.ambiguities):
         return {"dropped": DROPPED[1]}
-    dialogue = play(ambiguous, Oracle(ambiguous.ambiguity, name, 1.0, ambiguous.further, rich=True), user=Talker)
+    asks, acts, guesses = oracles(name, ambiguous)
+    dialogue = play(ambiguous, asks, user=Talker)
     if not clean(dialogue, len(ambiguous.ambiguities)):
         return {"dropped": DROPPED[2]}
-    asked = questions(dialogue)
-    if any(overlap(ngrams(a, 2), ngrams(b, 2)) >= REPEATED for k, a in enumerate(asked) for b in asked[:k]):
+    if repeated(questions(dialogue)):
         return {"dropped": DROPPED[3]}
-    twin = play(clear, Oracle(seed=name, rich=True), user=Talker)
+    twin = play(clear, acts, user=Talker)
     if not clean(twin, 0):
         return {"dropped": DROPPED[4]}
+    return Played(name, goal_id, dialogue, twin, play(ambiguous, guesses, max_corrections=0, user=Talker))
 
-    careless = play(ambiguous, Oracle(ambiguous.ambiguity, name, 0.0, ambiguous.further, rich=True), max_corrections=0, user=Talker)
-    failed = score_dialogue(ambiguous.goal, careless.session.ledger, careless.messages)[0] is False
+
+def own_values(ambiguous: Scenario) -> dict[str, str]:
+    """{value: slot} of the slots that no closed list holds, as far as the user may say them."""
+    values = {v.lower(): s for part in ambiguous.goal.values() if isinstance(part, dict) for s, v in part["info"].items() if s in OWN_WORDS}
+    values |= {c: a["slot"] for a in ambiguous.ambiguities for c in a["candidates"] if a["slot"] in OWN_WORDS}
+    return values | {v: s for domain, text in ambiguous.requests for s, v in read_request(text, domain).items() if s in OWN_WORDS}
+
+
+def described(played: Played) -> dict:
+    """Everything that is written and counted of a kept dialogue."""
+    name, goal_id, dialogue, twin, careless, writer = played
+    ambiguous, clear, failed, asked = dialogue.scenario, twin.scenario, played.failed, questions(dialogue)
+    database = ambiguous.database
     start = next(length for length, _, turn in dialogue.steps if turn.clarify)
-    assert careless.messages[:start] == dialogue.messages[:start], name
+    assert careless.messages[:start] == dialogue.messages[:start] or not failed, name
     points, twin_points = points_of(dialogue), points_of(twin, ambiguous.ambiguities)
     other = [p for p in points + twin_points if p["stage"] == "other"]
     kept_points = [p for p in points + twin_points if p["stage"] != "other"] + [random.Random(f"other {name}").choice(other)]
@@ -415,9 +457,7 @@ def attempt(number: int, seed: int, tasks: list | None) -> dict:
              "dpo.jsonl": [{"id": name, "prompt": dialogue.messages[:start], "chosen": with_thinks(dialogue)[start:],
                             "rejected": with_thinks(careless)[start:]}] * failed}
 
-    values = {v.lower(): s for part in ambiguous.goal.values() if isinstance(part, dict) for s, v in part["info"].items() if s in OWN_WORDS}
-    values |= {c: a["slot"] for a in ambiguous.ambiguities for c in a["candidates"] if a["slot"] in OWN_WORDS}
-    values |= {v: s for domain, text in ambiguous.requests for s, v in read_request(text, domain).items() if s in OWN_WORDS}
+    values = own_values(ambiguous)
     said = [m["content"] for m in dialogue.messages if m["role"] == "user"]
     answers = [dialogue.messages[length + 1]["content"] for length, _, turn in dialogue.steps if turn.clarify]
     visible = " | ".join(said + asked)
@@ -426,12 +466,188 @@ def attempt(number: int, seed: int, tasks: list | None) -> dict:
             "grams": {hash_of(" ".join(gram)) for gram in ngrams(visible, 3)}, "skeleton": hash_of(skeleton(visible, values)),
             "first": skeleton(said[0], values), "answers": answers, "questions": asked, "said": said, "pair": failed,
             "marks": [(a["kind"], domains.index(a["domain"]) + 1, a["domain"], a["slot"]) for a in ambiguous.ambiguities],
-            "twin_kind": clear.twin_kind, "turns": dialogue.turns}
+            "twin_kind": clear.twin_kind, "turns": dialogue.turns, "writer": writer}
 
 
 def hash_of(text: str) -> int:
     """64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+# ------------------------------------------------------------------------------------------------- a language model writes
+
+WRITER_PROMPT = """\
+You make planned dialogues sound like people. A user books restaurants, hotels, trains and taxis with an assistant. Given are the texts that
+were said in up to three variants of one dialogue, who says each, and in which order each variant says them (by number, from 0). Write every
+text anew, in other words and other sentences, as that speaker would say it there. A text may stand in several variants and must fit all of them.
+
+The texts are read again by a program, and the whole dialogue is thrown away where what it reads has changed:
+- The meaning stays. Nothing is added, left out, made more exact or less exact; what is vague or contradictory stays so.
+- Everything in `keep` stands in the new text letter by letter, digits as digits. No other name, number, day, time, price, area or food does.
+- A user's request still asks for it in one of these forms: "a table at NAME", "eat at NAME", "a room at NAME", "stay at NAME", "visit NAME", each
+  with a comma or a full stop right behind the name; "a cheap thai restaurant in the north", "a 4 star hotel with parking", "a place to stay",
+  "a guesthouse"; "a train from A to B", "a taxi from A to B"; with a verb such as need, book, find, get, looking for, want to, would like to.
+  People and nights are said as "for 4 people", "4 of us", "party of 4", "4 nights"; trains as "leaving after TIME", "arriving by TIME".
+- Where any place will do, one of these stays: "any of them", "I don't mind", "whichever", "any will do", "any one", "no preference".
+- An answer of the user opens no new request: it holds none of those forms.
+- A question of the assistant stays one question, asks for that detail alone, and names the same choices in the same order.
+- The assistant's report of a booking states all that the planned one states."""
+TEXTS = {"type": "object", "additionalProperties": False, "required": ["texts"],
+         "properties": {"texts": {"type": "array", "items": {"type": "string"}}}}
+FIXED = [phrase for phrases in SAME_DAY.values() for phrase in phrases]
+
+
+def rewritten(some: list, complete) -> list[dict]:
+    """What is to be written and counted of attempts, in their order, when a language model has written their words anew.
+
+    One request an attempt: the texts of its dialogue, its twin and the guessing one together, each text once, so that what is the same
+    in them stays the same (a database twin's request; all that stands before the first question). Every dialogue is then played again by the
+    same user and the same oracle, who hear and read the new words; where anything goes another way than planned, it is dropped."""
+    replies = iter(complete([request_for(one) for one in some if isinstance(one, Played)]))
+    made = [retold(one, next(replies)) if isinstance(one, Played) else one for one in some]
+    return [one if isinstance(one, dict) else described(one) for one in made]
+
+
+def texts_of(plan: Played) -> dict[str, str]:
+    """{text: who says it} of all that is visible in the dialogues of an attempt, each text once."""
+    return {m["content"]: m["role"] for d in variants(plan) for m in d.messages if m["role"] != "tool" and not m["content"].startswith("<tool_call>")}
+
+
+def variants(plan: Played) -> list[Dialogue]:
+    """The dialogues of an attempt that are written down."""
+    return [plan.dialogue, plan.twin] + [plan.careless] * plan.failed
+
+
+def request_for(plan: Played) -> Request:
+    """What a language model is asked: all texts of an attempt, with what has to stay in each."""
+    texts, values = texts_of(plan), spoken_values(plan)
+    numbers = {text: k for k, text in enumerate(texts)}
+    asked = {"texts": [{"who": who, "text": text, "keep": kept(text, values)} for text, who in texts.items()],
+             "variants": [[numbers[m["content"]] for m in d.messages if m["content"] in numbers] for d in variants(plan)]}
+    user = (f"{data_block('dialogue', asked)}\n\nWrite the {len(texts)} texts anew by the rules. Answer with one JSON object: \"texts\", a list of "
+            f"{len(texts)} strings in the order of the given ones.")
+    return Request([{"role": "system", "content": WRITER_PROMPT}, {"role": "user", "content": user}], 8192, TEXTS,
+                   functools.partial(read_texts, count=len(texts)))
+
+
+def read_texts(text: str, count: int) -> list[str]:
+    """The answer of a writer, strictly. Raises ValueError with what is wrong."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deep") from None
+    texts = found.get("texts") if isinstance(found, dict) else None
+    if not isinstance(texts, list) or len(texts) != count or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ValueError(f"no {count} texts")
+    return [" ".join(t.split()) for t in texts]
+
+
+def spoken_values(plan: Played) -> set[str]:
+    """All that a text of the attempt may name and no closed list holds: names, places, references."""
+    values = set(own_values(plan.dialogue.scenario))
+    for d in variants(plan):
+        results = [json.loads(m["content"]) for m in d.messages if m["role"] == "tool"]
+        rows = [row for result in results for row in [result, *result.get("rows", [])]]
+        values |= {str(row[slot]).lower() for row in rows for slot in (*OWN_WORDS, "reference", "car") if slot in row}
+    return values
+
+
+def kept(text: str, values: set[str]) -> list[str]:
+    """What of a text must stand in any other wording of it: its values, vague phrases, references to a day, arrivals.
+
+    >>> kept("A table at red wok for a few of us, on the same day. We arrive in town on friday. Make it cheap.", {"red wok"})
+    ['We arrive in town on friday.', 'cheap', 'for a few of us', 'on the same day', 'red wok']
+    """
+    found, rest = set(), text
+
+    def take_out(m):
+        found.add(text[m.start():m.end()])
+        return "|" * len(m[0])
+
+    arrivals = "|".join(re.escape(sentence).replace(r"\{\}", r"\w+") for sentence in ARRIVALS)
+    own = "|".join(re.escape(value) for value in sorted([*values, *FIXED], key=len, reverse=True))
+    numbers = rf"\b(?:{'|'.join(NUMBERS)})\b"  # "three of us" would make "a few of us" exact, unseen by the reader
+    for pattern in (arrivals, rf"(?<!\w)(?:{own})(?!\w)", _CLOSED.pattern, numbers):  # what one has found, the next does not see
+        rest = re.sub(pattern, take_out, rest, flags=re.I)
+    return sorted(found)
+
+
+def retold(plan: Played, reply: Reply) -> Played | dict:
+    """The attempt in the words of a reply, or {"dropped": why}, if they say anything else than the planned ones."""
+    if reply.text is None:
+        return {"dropped": f"the writer gave no answer: {reply.reason.split(':')[0]}"}
+    texts, values = texts_of(plan), spoken_values(plan)
+    words = dict(zip(texts, read_texts(reply.text, len(texts))))
+    for text, new in words.items():
+        if {value.lower() for value in kept(text, values)} != {value.lower() for value in kept(new, values)}:
+            return {"dropped": UNFAITHFUL[0]}
+    for text, who in texts.items():
+        if who == "user" and reading(text) != reading(words[text]):
+            return {"dropped": UNFAITHFUL[1]}
+    told = [told_again(d, oracle, words) for d, oracle in zip(variants(plan), oracles(plan.name, plan.dialogue.scenario))]
+    if None in told:
+        return {"dropped": UNFAITHFUL[3]}
+    for length, _, turn in plan.dialogue.steps:
+        if turn.clarify:
+            ambiguity = next(a for a in plan.dialogue.scenario.ambiguities if clarify_due(plan.dialogue.messages[:length], a))
+            before, after = (judge_question(told[0].messages[:length], question, ambiguity).scores for question in (turn.clarify, words[turn.clarify]))
+            if any(after[name] < before[name] for name in ("relevance", "precision_clarity", "specificity")):
+                return {"dropped": UNFAITHFUL[2]}
+    if repeated(questions(told[0])):
+        return {"dropped": DROPPED[3]}
+    return Played(plan.name, plan.goal_id, *told, *[plan.careless] * (len(told) < 3), reply.model)
+
+
+def reading(text: str) -> tuple:
+    """What the oracle understands of a user's words by themselves."""
+    domain = request_domain(text)
+    return domain, read_request(text, domain) if domain else None, bool(ANY_PATTERN.search(text))
+
+
+def told_again(plan: Dialogue, oracle: Oracle, words: dict[str, str]) -> Dialogue | None:
+    """The dialogue in the new words, played again: the user hears what the agent says now, the oracle reads what the user says now. None
+    unless each of them does what was planned, step by step: the same tool calls with the same results, the same answers."""
+    class Says(Talker):
+        def __call__(self, text):
+            said, outcome = super().__call__(text)
+            return words.get(said, said), outcome
+
+    planned = iter(plan.steps)
+
+    def agent(history):
+        turn, (_, _, plan_turn) = parse_turn(oracle(history)), next(planned, (0, "", None))
+        if plan_turn is None or turn.tool_call != plan_turn.tool_call or bool(turn.clarify) != bool(plan_turn.clarify):
+            return None  # ends the dialogue: context_full
+        if turn.tool_call:
+            return f"<think>{turn.think}</think><tool_call>{json.dumps(turn.tool_call)}</tool_call>"
+        said = words[plan_turn.clarify or plan_turn.reply]
+        return f"<think>{turn.think}</think>" + (f"<clarify>{said}</clarify>" if turn.clarify else said)
+
+    told = play(plan.scenario, agent, 0, plan.user.max_corrections, Says)
+    expected = [{**m, "content": words.get(m["content"], m["content"])} for m in plan.messages]
+    same = (told.messages, told.ended, told.user.corrections) == (expected, plan.ended, plan.user.corrections)
+    outcome = lambda d: score_dialogue(d.scenario.goal, d.session.ledger, d.messages)
+    return told if same and outcome(told) == outcome(plan) else None
+
+
+def attempts(limit: int, seed: int, multiwoz: str):
+    """The attempts one by one, in this process."""
+    tasks = goals_of(multiwoz)
+    return (attempt(number, seed, tasks) for number in range(limit))
+
+
+def take(some, count: int):
+    """The next attempts, up to the one that makes `count` of them played ones."""
+    while count > 0 and (one := next(some, None)) is not None:
+        count -= isinstance(one, Played)
+        yield one
+
+
+def planned_requests(n: int, seed: int = 0, multiwoz: str = ""):
+    """(request, the answer if no word were changed) of the first n dialogues that a language model would be asked for."""
+    for one in take(attempts(20 * n + 100, seed, multiwoz), n):
+        if isinstance(one, Played):
+            yield request_for(one), json.dumps({"texts": list(texts_of(one))})
 
 
 # ------------------------------------------------------------------------------------------------- the data set
@@ -440,20 +656,27 @@ def _start(seed: int, multiwoz: str) -> None:
     """Set up a worker: Ctrl-C is the parent's to handle; MultiWOZ is read once."""
     global _attempt
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tasks = [(s.id, s.goal, s.database) for s in scenarios(multiwoz, "train") if bookable(s.goal)] if multiwoz else None
-    _attempt = functools.partial(attempt, seed=seed, tasks=tasks)
+    _attempt = functools.partial(attempt, seed=seed, tasks=goals_of(multiwoz))
+
+
+def goals_of(multiwoz: str) -> list | None:
+    """The training goals of a MultiWOZ folder; None: towns, each made when its turn comes."""
+    return [(s.id, s.goal, s.database) for s in scenarios(multiwoz, "train") if bookable(s.goal)] if multiwoz else None
 
 
 def _attempts(numbers: range) -> list[dict]:
-    return [_attempt(number) for number in numbers]
+    return [one if isinstance(one, dict) else described(one) for one in map(_attempt, numbers)]
 
 
-def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes: int | None = None, progress=lambda kept: None) -> dict:
+def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes: int | None = None, progress=lambda kept: None,
+          complete=None) -> dict:
     """Write n ambiguous dialogues and what belongs to them into the folder `out`; returns the statistics.
 
     The same bytes for the same (n, seed, goals), whatever the number of processes: attempts are numbered, and taken in order.
     Files are written beside and renamed when all are complete; an interruption leaves those of before. Fewer than n are
     written if 20 n attempts do not suffice. Raises DataError for a folder that is no MultiWOZ.
+    `complete(requests) -> replies`: a language model that writes the words anew (`rewritten`), 256 dialogues at a time and no more
+    than are still wanted; then all runs in this process, and the bytes are the same for the same replies.
     """
     out, limit = Path(out), 20 * n + 100
     human = human_turns(multiwoz) if multiwoz else []
@@ -463,10 +686,17 @@ def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     tally, by_goal, wordings = Tally(), {}, set()
-    pool = multiprocessing.Pool(processes, _start, (seed, multiwoz))
+    pool = None if complete else multiprocessing.Pool(processes, _start, (seed, multiwoz))
+
+    def written():
+        one_by_one = attempts(limit, seed, multiwoz)
+        while some := list(take(one_by_one, min(256, n - tally.kept))):
+            yield rewritten(some, complete)
+
     files = {name: open(part / name, "w", encoding="utf-8") for name in FILES}
     try:
-        for made in pool.imap(_attempts, (range(k, min(k + 50, limit)) for k in range(0, limit, 50))):
+        chunks = (range(k, min(k + 50, limit)) for k in range(0, limit, 50))
+        for made in pool.imap(_attempts, chunks) if pool else written():
             for one in made:
                 if tally.kept == n:
                     break
@@ -493,7 +723,8 @@ def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes:
         for name in (*FILES, "statistics.json"):
             os.replace(part / name, out / name)
     finally:
-        pool.terminate()
+        if pool:
+            pool.terminate()
         for file in files.values():
             file.close()
         shutil.rmtree(part, ignore_errors=True)
@@ -505,7 +736,7 @@ class Tally:
 
     def __init__(self):
         self.kept, self.turns = 0, 0
-        self.counts = {name: Counter() for name in ("dropped", "kind", "stage", "domain", "slot", "twin", "ambiguities in a dialogue", "first")}
+        self.counts = {name: Counter() for name in ("dropped", "kind", "stage", "domain", "slot", "twin", "writer", "ambiguities in a dialogue", "first")}
         self.pairs = Counter()
         self.texts: dict[str, list[str]] = {"first requests": [], "answers": [], "questions": [], "user turns": []}
 
@@ -518,6 +749,7 @@ class Tally:
             for name, value in (("kind", kind), ("stage", str(stage)), ("domain", domain), ("slot", slot)):
                 self.counts[name][value] += 1
         self.counts["twin"][one["twin_kind"]] += 1
+        self.counts["writer"][one["writer"]] += 1
         self.counts["ambiguities in a dialogue"][str(len(one["marks"]))] += 1
         self.counts["first"][one["first"]] += 1
         self.pairs["kept" if one["pair"] else "rejected side succeeded by luck"] += 1
@@ -531,7 +763,8 @@ class Tally:
                   for name, counter in self.counts.items() if name not in ("dropped", "first")}
         texts = {**self.texts, "human first turns": [turns[0] for turns in human], "human user turns": [t for turns in human for t in turns]}
         first = self.counts["first"].most_common(1)
-        return {"dialogues": self.kept, "attempts": self.kept + sum(self.counts["dropped"].values()), "dropped": {why: self.counts["dropped"][why] for why in DROPPED},
+        return {"dialogues": self.kept, "attempts": self.kept + sum(self.counts["dropped"].values()),
+                "dropped": {**dict.fromkeys(DROPPED, 0), **self.counts["dropped"]},
                 "dpo pairs": self.pairs["kept"], "rejected side succeeded by luck": round(self.pairs["rejected side succeeded by luck"] / max(self.kept, 1), 4),
                 "turns a dialogue": round(self.turns / max(self.kept, 1), 2), "shares": shares,
                 "first-request skeletons": len(self.counts["first"]), "commonest skeleton": round(first[0][1] / self.kept, 5) if first else None,

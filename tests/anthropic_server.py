@@ -79,13 +79,15 @@ def complaint(body) -> str | None:
 
 def bad_schema(schema: dict) -> str | None:
     """Structured output takes closed objects with all keys required, and no ranges."""
-    if unknown := set(schema) - {"type", "properties", "required", "additionalProperties", "enum", "description"}:
+    if unknown := set(schema) - {"type", "properties", "required", "additionalProperties", "enum", "description", "items"}:
         return f"schema: {unknown} is not supported"
     if schema.get("type") == "object":
         if schema.get("additionalProperties") is not False or set(schema["required"]) != set(schema["properties"]):
             return "schema: additionalProperties must be false and every property required"
         return next((said for part in schema["properties"].values() if (said := bad_schema(part))), None)
-    return None if schema.get("type") in ("string", "integer") else "schema: object, string or integer"
+    if schema.get("type") == "array" and "items" in schema:
+        return bad_schema(schema["items"])
+    return None if schema.get("type") in ("string", "integer") else "schema: object, array of items, string or integer"
 
 
 class Server(ThreadingHTTPServer):

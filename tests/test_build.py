@@ -3,6 +3,7 @@ import doctest
 import json
 import os
 import random
+import re
 import time
 from itertools import combinations
 from pathlib import Path
@@ -11,16 +12,17 @@ import pytest
 
 import data.build
 import speakrl
-from data.build import (FILES, NEAR, PLANNERS, REPEATED, Talker, build, candidate_fails, make_pair, name_groups, ngrams, overlap, skeleton,
-                        slots_of, vague_phrases)
+from data.build import (FILES, NEAR, PLANNERS, REPEATED, UNFAITHFUL, Talker, build, candidate_fails, make_pair, name_groups, ngrams, overlap,
+                        read_texts, skeleton, slots_of, vague_phrases)
 from data.multiwoz import bookable, load_database, scenarios
 from data.speaker import Oracle, clarify_due, play, read_history
 from data.towns import read_request, request_domain, town_goal
 from env import (BOOK_SLOTS, Database, Scenario, Session, booking_satisfies, meets, misread, normalise, parse_turn, score_dialogue)
+from rewards import Reply
 
 
 def test_doctests():
-    assert doctest.testmod(data.build) == (0, 2)
+    assert doctest.testmod(data.build) == (0, 3)
 
 
 def pairs(count, first=10**6):
@@ -334,6 +336,102 @@ def test_command(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert speakrl.main(["data", "--n", "4", "--out", str(tmp_path / "file" / "x")]) == 2
     assert "cannot write to" in capsys.readouterr().err
+
+
+# ---- a language model writes
+
+def writer(change, said=None):
+    """A language model that changes the planned texts: change(who, text) -> text."""
+    def complete(requests):
+        replies = []
+        for request in requests:
+            asked = json.loads(request.messages[1]["content"].split("<dialogue>\n")[1].split("\n</dialogue>")[0])
+            text = json.dumps({"texts": [change(one["who"], one["text"]) for one in asked["texts"]]})
+            request.check(text)
+            if said is not None:
+                said.append(asked)
+            replies.append(Reply(text, model="fake"))
+        return replies
+    return complete
+
+
+def test_a_writer_that_changes_nothing_gives_the_same_files(built, tmp_path):
+    build(tmp_path, 40, complete=writer(lambda who, text: text))
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (built[0] / name).read_bytes()
+
+
+def other_words(who, text):
+    return f"Well, {text}" if who == "user" else text.replace("Which", "So, which") if "?" in text else f"All right. {text}"
+
+
+def test_other_words_reach_every_file_and_are_replayed(built, tmp_path):
+    """One request a dialogue holds all its variants, so what is the same in them stays the same; the careless side only where it makes a pair."""
+    said = []
+    statistics = build(tmp_path, 40, complete=writer(other_words, said))
+    check_files(tmp_path, statistics, built[2])
+    assert statistics["shares"]["writer"] == {"fake": 1.0} and len(said) == statistics["attempts"] == 40
+    assert {len(asked["variants"]) for asked in said} == {2, 3} and all(len(set(map(str, a["texts"]))) == len(a["texts"]) for a in said)
+    for name in FILES:
+        for record in lines(tmp_path / name):
+            some = [m for key in ("messages", "prompt", "completion", "chosen", "rejected") for m in record.get(key, [])]
+            assert all(m["content"].startswith("Well, ") for m in some if m["role"] == "user")
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """A few planned dialogues with every kind of ambiguity."""
+    played = [one for k in range(30) if isinstance(one := data.build.attempt(k, 0, None), data.build.Played)]
+    of_kind = lambda kind: [p for p in played if p.dialogue.scenario.ambiguity["kind"] == kind][:3]
+    return [plan for kind in PLANNERS for plan in of_kind(kind)]
+
+
+def test_what_has_to_stay_is_named_to_the_writer(plans):
+    """Vague words and "the same day" whole; references to the letter."""
+    assert {a["kind"] for plan in plans for a in plan.dialogue.scenario.ambiguities} == set(PLANNERS)
+    for plan in plans:
+        asked = json.loads(data.build.request_for(plan).messages[1]["content"].split("\n")[1])["texts"]
+        keep = {one["text"]: one["keep"] for one in asked}
+        for a in plan.dialogue.scenario.ambiguities:
+            text = dict(plan.dialogue.scenario.requests)[a["domain"]]
+            phrases = [k for k in keep[text] if k.lower() in (*VAGUE_PHRASES, *data.build.FIXED) or k.lower().startswith(data.build.ABOUT)]
+            assert phrases or a["kind"] not in ("vague", "reference"), text
+        for reference in plan.dialogue.session.ledger:
+            assert any(reference in keep[text] for text in keep if reference in text)
+
+
+VAGUE_PHRASES = [phrase for table in (data.build.VAGUE, data.build.MORE_VAGUE) for phrases in table.values() for phrase in phrases]
+
+
+def of(speaker, old, new):
+    return lambda who, text: re.sub(old, new, text) if who == speaker else text
+
+
+@pytest.mark.parametrize("change, why", [
+    (of("user", "friday", "saturday"), {0}), (of("user", r"\b(\d) people", "many people"), {0}), (of("assistant", "friday", "that day"), {0}),
+    (of("user", "|".join(VAGUE_PHRASES), "whenever"), {0}), (of("user", "same day", "day as before"), {0}), (of("user", r"\.$", ". At 18:00."), {0}),
+    (of("user", r"\.$", ", three of us."), {0}),
+    (of("user", "(table|room|eat|stay) at ", "seat near "), {1}), (of("user", r"\.$", ". I don't mind."), {1}),
+    (of("user", r"\.$", ". I need a room at it."), {1}), (of("assistant", r"\?$", "? What is your budget?"), {2, 3}), (of("assistant", r"\?$", ", or paris?"), {2}),
+    (of("assistant", r"\?$", "."), {3}), (of("assistant", "[A-Z0-9]{8}", lambda m: m[0].lower()), {3}), (of("assistant", r"\?$", "</clarify>?"), {3})])
+def test_words_that_say_something_else_are_dropped(change, why, plans):
+    """Each wherever it can: what it left as it was is kept, all else is dropped, and the reason is told."""
+    made = data.build.rewritten(plans, writer(change))
+    changed = [any(change(m["role"], m["content"]) != m["content"] for d in data.build.variants(plan) for m in d.messages
+                   if m["role"] != "tool" and "<tool_call>" not in m["content"]) for plan in plans]
+    assert any(changed) and {one.get("dropped") for one, other in zip(made, changed) if other} == {UNFAITHFUL[k] for k in why}
+    assert not any("dropped" in one for one, other in zip(made, changed) if not other)
+
+
+def test_a_writer_without_an_answer_is_counted_and_nothing_stands_in(tmp_path):
+    turns = iter(range(10**6))
+    refuse = lambda replies: [Reply(None, "refusal") if next(turns) % 2 else reply for reply in replies]
+    statistics = build(tmp_path, 5, complete=lambda requests: refuse(writer(other_words)(requests)))
+    assert statistics["dialogues"] == 5 and statistics["dropped"]["the writer gave no answer: refusal"] == 4
+    for text in ("", "{}", '{"texts": []}', '{"texts": ["a"]}', '{"texts": ["a", " "]}', '{"texts": ["a", 5]}', "[" * 10**5):
+        with pytest.raises(ValueError):
+            read_texts(text, 2)
+    assert read_texts('{"texts": ["a\\n b", "c"]}', 2) == ["a b", "c"]
 
 
 # ---- faults that real goals showed

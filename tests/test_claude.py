@@ -1,4 +1,5 @@
 """What holds claude.py and the judges that are language models: real HTTP on loopback through the real SDK, and never a key that is real."""
+import functools
 import inspect
 import json
 import logging
@@ -21,11 +22,13 @@ import torch
 import speakrl
 from anthropic_server import FAULTS, KEY, Server, complaint, judge_answer, scores_of
 from claude import Claude, dollars, read_message
+from data.build import planned_requests
 from data.towns import scenario_pair
 from env import ModelUser, run_dialogues, start_dialogue, user_part, user_values
 from rewards import (DIMENSIONS, MAX_QUESTION, ClaudeJudge, Reply, Request, SelfJudge, Stop, Tally, Verdict, clarify_reward, clean,
                      find_scores, read_scores)
 from speakrl import Policy, Settings, local_complete, main
+from test_speakrl import readme_commands
 
 ROOT = Path(__file__).resolve().parent.parent
 HAIKU = "claude-haiku-5-5"
@@ -34,7 +37,7 @@ GOOD = json.dumps({**dict.fromkeys(DIMENSIONS, 4), "why": "Fine."})
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch):
-    """No proxy, short pauses between the SDK's retries, and no way out of this machine."""
+    """No proxy, short pauses between the SDK's retries, and no way out of this machine (A05)."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("anthropic._base_client.INITIAL_RETRY_DELAY", 0.01)
     connect = socket.socket.connect
@@ -476,18 +479,18 @@ def scored(folder):
     return [(row["id"], row["reward"], row["judge"]) for row in lines(folder / "samples.jsonl")]
 
 
-def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tmp_path):
+def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tmp_path, monkeypatch):
     """30 % of the calls fail, in every scripted way: what is scored is scored as without faults, nothing else is a number, and the
-    key is in no file."""
-    quick = [fault for fault in FAULTS if fault not in ("stall", "429-later")]
+    key is in no file. With learning on it comes to its end."""
+    monkeypatch.setattr("claude.Claude", functools.partial(Claude, deadline=2.0))  # for the stalled ones
 
     def fault(body, attempt):
         dice = random.Random(json.dumps(body, sort_keys=True))
-        return dice.choice(quick) if dice.random() < 0.3 else None
+        return dice.choice(FAULTS) if dice.random() < 0.3 else None
 
-    for name, script in (("well", lambda body, attempt: None), ("ill", fault)):
+    for name, script, lr in (("well", lambda body, attempt: None, "0"), ("learns", fault, "1e-3"), ("ill", fault, "0")):
         with Server(fault=script) as server:
-            assert main(["train", "--judge", "claude", "--lr", "0", "--steps", "3", "--out", name, "--cache", f"{name}.jsonl", "--base-url",
+            assert main(["train", "--judge", "claude", "--lr", lr, "--steps", "3", "--out", name, "--cache", f"{name}.jsonl", "--base-url",
                          server.url, *SMALL]) == 0
         metrics = lines(tmp_path / name / "metrics.jsonl")
         assert metrics[-1]["claude_models"] == [HAIKU + "-served"] and metrics[-1]["claude_dollars"] > 0
@@ -495,6 +498,9 @@ def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tm
     assert len(well) == len(ill) == 24 and None not in [reward for _, reward, _ in well]
     assert all(a == b if b[1] is not None else a[0] == b[0] for a, b in zip(well, ill)) and None in [reward for _, reward, _ in ill]
     assert sum(m["judge_failed"] for m in metrics) == sum(reward is None for _, reward, _ in ill) and metrics[-1]["claude_failed"] > 0
+    learns = lines(tmp_path / "learns" / "samples.jsonl")
+    assert {row["clarify"] is None for row in learns if row["judge"] not in (None, "by hash")} == {True} == {row["reward"] is None for row in learns
+                                                                                                             if row["judge"] not in (None, "by hash")}
     printed = capsys.readouterr()
     assert "127.0.0.1" in printed.out and HAIKU in printed.out and " requests, " in printed.out
     assert KEY not in printed.out + printed.err
@@ -545,7 +551,8 @@ def test_train_with_the_self_judge(whose, keyed, tmp_path, monkeypatch):
         return [Reply(GOOD) for _ in requests]
 
     monkeypatch.setattr(speakrl, "local_complete", fake)
-    assert main(["train", "--judge", "self", "--self-judge", whose, "--steps", "2", "--lr", "0.01", "--out", "r", *SMALL]) == 0
+    who = {"frozen": ["--judge-model", Settings().model], "current": []}[whose]
+    assert main(["train", "--judge", "self", "--self-judge", whose, *who, "--steps", "2", "--lr", "0.01", "--out", "r", *SMALL]) == 0
     start, judge = Policy(Settings().model, Settings()), asked[-1][0]
     same = all(torch.equal(p, q) for p, q in zip(start.model.parameters(), judge.model.parameters()))
     assert same == (whose == "frozen") and {p for p, _ in asked} == {judge} and sum(n for _, n in asked) > 4
@@ -556,7 +563,7 @@ def test_train_with_the_self_judge(whose, keyed, tmp_path, monkeypatch):
 def test_a_policy_that_cannot_rate_stops_the_run(keyed, capsys, tmp_path, monkeypatch):
     """The embedded base was never taught to. Here it has three attempts, not a hundred."""
     monkeypatch.setattr("rewards.deque", lambda maxlen: deque(maxlen=4))
-    assert main(["train", "--judge", "self", "--steps", "4", "--lr", "0", "--out", "r", *SMALL]) == 2
+    assert main(["train", "--judge", "self", "--self-judge", "current", "--steps", "4", "--lr", "0", "--out", "r", *SMALL]) == 2
     assert re.search(r"speakrl: 3 of the last [34] self-judgements failed; the last one: .*", capsys.readouterr().err)
 
 
@@ -653,6 +660,91 @@ def test_eval_with_a_local_model_as_user(keyed, tmp_path, monkeypatch):
     monkeypatch.setattr(speakrl, "local_complete", lambda policy, requests: [Reply("No.\n###GIVE UP###") for _ in requests])
     assert main(["eval", "--goals", "1", "--max-new-tokens", "60", "--user", "model", "--json", "e.json"]) == 0
     assert "gave_up" in json.loads(Path("e.json").read_text())["ended"]
+
+
+# ------------------------------------------------------------------------------------------------- Claude as writer
+
+def written(body):
+    """A writer's answer in which every text begins with "Well,"."""
+    asked = json.loads(body["messages"][0]["content"].split("<dialogue>\n")[1].split("\n</dialogue>")[0])
+    return json.dumps({"texts": ["Well, " + one["text"] for one in asked["texts"]]})
+
+
+def test_data_written_by_claude_goes_on_where_it_was_and_pays_nothing_twice(keyed, capsys, tmp_path):
+    """Stopped by the service in the middle: no file, what was answered is kept. Then the missing ones are asked for, then none at all."""
+    command = ["data", "--writer", "claude", "--n", "6", "--out", "speaker"]
+    with Server(answer=written, fault=lambda body, attempt: "402" if len(server.requests) > 3 else None) as server:
+        assert main([*command, "--base-url", server.url]) == 2
+        said = capsys.readouterr().err
+        assert "no credit" in said and said.strip().endswith("go on with data") and not list((tmp_path / "speaker").iterdir())
+        first, server.fault = len(server.requests), lambda body, attempt: None
+        assert main([*command, "--base-url", server.url]) == 0
+        assert server.refused == [] and set(server.answered.values()) == {1} and len(server.answered) == 6 and len(server.requests) <= first + 6
+        files, asked = {path.name: path.read_bytes() for path in (tmp_path / "speaker").iterdir()}, len(server.requests)
+        assert main([*command, "--base-url", server.url]) == 0 and len(server.requests) == asked
+        assert {path.name: path.read_bytes() for path in (tmp_path / "speaker").iterdir()} == files and len(files) == 7
+    assert json.loads(files["statistics.json"])["shares"]["writer"] == {HAIKU + "-served": 1.0} and "$" in capsys.readouterr().out
+    spoken = [m["content"] for d in lines("speaker/dialogues.jsonl") for m in d["messages"] if m["role"] == "user"]
+    assert spoken and all(text.startswith("Well, ") for text in spoken)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def test_a_dry_run_counts_and_sends_nothing(capsys, tmp_path, monkeypatch):
+    """Without a key, a server or a file. 400 dialogues of towns: the tokens are those of the requests themselves, at 3 characters each."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "--writer", "claude", "--dry-run", "--n", "4"]) == 0
+    said = capsys.readouterr().out
+    made = list(planned_requests(4))
+    sent = sum(len(m["content"]) for request, _ in made for m in request.messages) / 3e6
+    assert len(made) == 4 and f"4 requests, about {sent:.2f} M tokens in" in said and "$0.00, by the prices of 2026" in said and "Nothing was sent" in said
+    assert main(["data", "--writer", "claude:claude-of-next-year", "--dry-run", "--n", "4"]) == 0 and "price unknown" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    for flags, words in (("data --dry-run", "--dry-run"), ("data --writer gpt", "--writer gpt"), ("train --writer claude --dry-run", "--dry-run")):
+        assert main(flags.split()) == 2 and words in capsys.readouterr().err
+
+
+def test_the_readmes_commands_with_claude_run_at_toy_size(keyed):
+    def answer(body):
+        system = body["system"][0]["text"]
+        return (written(body) if system.startswith("You make planned") else "Thanks.\n###GIVE UP###" if system.startswith("You play") else
+                "<think>Open.</think><clarify>Which one?</clarify>" if system.startswith("You are an assistant") else judge_answer(body))
+
+    toy = {"train": [*SMALL, "--steps", "1"], "eval": ["--goals", "1", "--max-new-tokens", "60"], "data": ["--n", "2"]}
+    commands = [command.replace("FOLDER", Settings().model).split()[2:] for command in readme_commands() if "claude" in command]
+    with Server(answer=answer) as server:
+        for k, argv in enumerate(commands):
+            assert main([*argv, *toy[argv[0]], "--out", f"run-{k}", "--base-url", server.url]) == 0, argv
+    assert len(commands) >= 3 and server.refused == []
+
+
+# ------------------------------------------------------------------------------------------------- rows of the table
+
+def test_compare_makes_claudes_row_for_a_key_and_a_budget(keyed, capsys, tmp_path, monkeypatch):
+    """Claude plays the goals of the table as an agent; with a key alone nothing is spent."""
+    assert HAIKU not in speakrl.rows_to_make(Settings()) and f"without the row {HAIKU}: it takes ANTHROPIC_API_KEY and --budget-usd" in capsys.readouterr().out
+    monkeypatch.setattr(speakrl, "COMPARED", {"SpeakRL": ("",), HAIKU: speakrl.COMPARED[HAIKU]})  # the base in place of a trained policy
+    with Server(answer=lambda body: "<think>Open.</think><clarify>Which one do you mean?</clarify>") as server:
+        assert main(["compare", "--seeds", "1", "--goals", "1", "--max-new-tokens", "40", "--towns", "1", "--out", "c", "--base-url", server.url,
+                     "--budget-usd", "5"]) == 0 and server.requests and server.refused == []
+    rows = json.loads(Path("c/compare.json").read_text())["rows"]
+    assert list(rows) == [HAIKU, "SpeakRL"] and rows[HAIKU]["ask_rate_ambiguous"] == 1.0 and rows[HAIKU]["trained_tokens"] == 0
+    assert HAIKU in Path("c/compare.md").read_text() and Path(f"c/{HAIKU}-0.json").exists()
+
+
+def test_the_self_judges_row_needs_a_model_that_can_rate(tmp_path, capsys, monkeypatch):
+    """Without the rater the row is left out, and that is said; a judge's model that was named for Claude is not the self-judge's."""
+    monkeypatch.setattr(speakrl, "RATER", tmp_path)
+    row = "SpeakRL (self-judge)"
+    assert row in speakrl.rows_to_make(Settings()) and speakrl.rater(Settings()) == str(tmp_path)
+    monkeypatch.setattr(speakrl, "RATER", tmp_path / "none")
+    monkeypatch.chdir(ROOT)
+    for embedded in (Settings().model, "data/tiny", "./data/../data/tiny/"):
+        assert row not in speakrl.rows_to_make(Settings(model=embedded)) and "python -m data.rater" in capsys.readouterr().out
+    assert row in speakrl.rows_to_make(Settings(model="a/b")) and speakrl.rater(Settings(model="a/b")) == "a/b"
+    assert speakrl.self_judged(Settings(judge="claude", judge_model=HAIKU)).judge_model == ""
+    assert speakrl.self_judged(Settings(judge="self", judge_model="f")).judge_model == "f" == speakrl.rater(Settings(judge="self", judge_model="f"))
+    assert main(["train", "--judge", "self"]) == 2 and "data.rater" in capsys.readouterr().err
+    assert main(["train", "--judge", "self", "--self-judge", "current", "--judge-model", "f"]) == 2 and "do not go together" in capsys.readouterr().err
 
 
 def test_doctests():

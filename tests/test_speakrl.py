@@ -69,6 +69,7 @@ def test_every_field_is_a_flag_with_a_comment(capsys):
 
 def test_the_paper_preset_resolves_and_flags_win_over_it():
     _, settings = parse_settings(["train", "--preset", "paper", "--group", "8"])
+    assert settings.judge == "claude" and parse_settings(["train", "--preset", "paper", "--judge", "rule"])[1].judge == "rule"
     assert (settings.model, settings.prompts, settings.minibatch, settings.group, settings.lr) == ("Qwen/Qwen2.5-7B-Instruct", 512, 128, 8, 1e-6)
 
 
@@ -875,6 +876,7 @@ def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, cap
         return real(settings)
 
     monkeypatch.setattr(speakrl, "train", train)
+    monkeypatch.setattr(speakrl, "RATER", tmp_path / "none")  # the row of the self-judge has a test of its own
     monkeypatch.setattr(speakrl, "record_evaluation", lambda *_: None)  # only to save time
     monkeypatch.setattr(speakrl, "print_evaluations", lambda *_: None)
     assert main(["compare", "--out", str(out), *flags]) == 0
@@ -925,9 +927,10 @@ def test_every_readme_command_parses():
 
 
 def test_readme_commands_run_at_toy_size(whole, tmp_path):
-    """All but the paper-scale ones (a preset), and chat and compare, which have their own tests; a run folder in them becomes the small run's."""
+    """All but the paper-scale ones (a preset), and chat, compare, Claude and the self-judge, which have their own tests; a run folder in them becomes
+    the small run's."""
     for command in readme_commands():
-        if "--preset" in command or " chat" in command or " compare" in command or "MULTIWOZ" in command.upper() or "--data" in command:
+        if any(part in command for part in ("claude", "--judge self", "--preset", " chat", " compare", "multiwoz", "MULTIWOZ", "--data")):
             continue
         argv = [str(whole) if re.match(r"runs/", part) else part for part in command.split()[2:]]
         argv = [a for i, a in enumerate(argv) if a not in ("--goals", "--steps", "--repeats", "--show", "--out") and
