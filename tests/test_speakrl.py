@@ -825,7 +825,7 @@ def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_one_process_is_killed_the_other_ends_and_says_why(killed, tmp_path):
     processes = as_processes(2, str(ROOT / "speakrl.py"), "train", "--steps=500", "--out", str(tmp_path / "r"), *FLAGS)
-    assert any(line.startswith("step 1/") for line in processes[0].stdout)
+    assert any(line.startswith("step 5/") for line in processes[0].stdout)  # so there are checkpoints
     processes[killed].kill()
     _, error = processes[1 - killed].communicate(timeout=60)
     assert processes[1 - killed].returncode == 2 and "Traceback" not in error
