@@ -825,14 +825,16 @@ def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
     assert any(not torch.equal(a[k], start[k]) for k in start if k in a), "nothing was learnt: the test could not fail"
     samples = lines(tmp_path / "a" / "samples.jsonl")
     assert len(samples) == 2 * 3 * 4 and len({s["id"] for s in samples if s["step"] == 1}) == 3  # those of both processes
-    # One process goes on with what two have written.
-    assert main(["train", "--steps", "2", "--out", str(tmp_path / "zero"), "--resume"]) == 0
+    # One process goes on with what two have written, the moments of both among it.
+    assert main(["train", "--steps", "3", "--out", str(tmp_path / "zero"), "--resume"]) == 0
+    alone = tensors(tmp_path / "zero" / "checkpoints" / "step-000003")
+    assert alone.keys() == a.keys() and all(alone[k] >= a[k] for k in a if k.endswith(".step"))
 
 
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_one_process_is_killed_the_other_ends_and_says_why(killed, tmp_path):
     processes = as_processes(2, str(ROOT / "speakrl.py"), "train", "--steps=500", "--out", str(tmp_path / "r"), *FLAGS)
-    assert any(line.startswith("step 1/") for line in processes[0].stdout)
+    assert any(line.startswith("step 5/") for line in processes[0].stdout)  # so there are checkpoints
     processes[killed].kill()
     _, error = processes[1 - killed].communicate(timeout=60)
     assert processes[1 - killed].returncode == 2 and "Traceback" not in error
