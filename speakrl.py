@@ -1157,6 +1157,8 @@ def train(settings: Settings) -> Path:
     except Stop:  # raised by the judge, before the update of its step: the weights are still those of step `done`
         if done:
             save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
+        if lock:
+            lock.close()  # the exception knows this frame, and may live on
         raise
     finally:
         progress.close()

@@ -445,7 +445,7 @@ def test_a_local_models_reply_is_greedy_and_leaves_no_trace(policy):
 
 def test_a_local_model_that_answers_is_judged_by_its_words(policy, monkeypatch):
     monkeypatch.setattr(Policy, "text", lambda self, completion: "Sure: " + GOOD)
-    monkeypatch.setattr(Policy, "sample", lambda self, prompts, *_: [[self.end_id] for _ in prompts])
+    monkeypatch.setattr(Policy, "sample", lambda self, prompts, *_, **__: [[self.end_id] for _ in prompts])
     assert SelfJudge(lambda requests: local_complete(policy, requests))(items(1)) == [Verdict(dict.fromkeys(DIMENSIONS, 4), "Fine.")]
 
 

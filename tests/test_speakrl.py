@@ -328,7 +328,7 @@ def test_unknown_rewards_leave_the_group_and_never_become_numbers(monkeypatch):
 
 
 def test_minibatches_and_epochs_use_log_probs_fixed_before_the_first_update():
-    policy, optimiser = fresh(Settings().model, minibatch=1, epochs=2, group=8)
+    policy, optimiser = fresh(Settings().model, minibatch=1, epochs=2, group=8, reward="literal")
     metrics, _ = grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
     assert metrics["flat"] < 1 and metrics["kl_old_new"] > 0  # later updates see ratios that are not 1
     policy, optimiser = fresh(Settings().model, group=8)
@@ -346,7 +346,7 @@ def test_micro_batches_do_not_change_the_update():
 
 
 def test_a_step_of_flat_groups_changes_nothing():
-    policy, optimiser = fresh(Settings().model, group=8)
+    policy, optimiser = fresh(Settings().model, group=8, reward="literal")
     metrics, _ = grpo_step(policy, optimiser, points_for(policy), RuleJudge(), policy.settings, 0)
     assert metrics["flat"] < 1  # AdamW has momentum now, and would move the weights by it
     before = [p.clone() for p in policy.model.parameters()]
@@ -752,7 +752,7 @@ def steps_on_given_completions(folder):
     for dtype in (torch.float64, torch.float32):
         policy, _ = fresh(Settings().model, norm="token", max_new_tokens=90, group=4)
         policy.model.to(dtype)
-        optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.1)
+        optimiser = torch.optim.SGD(policy.model.parameters(), lr=0.02)
         grads = []
         optimiser.register_step_pre_hook(lambda *_: grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()])))
         points = points_for(policy, 5)
