@@ -227,20 +227,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0, choices=range(4), help="each has 200 000 training towns of its own")
-    parser.add_argument("--start", metavar="FOLDER", help="go on from this model, all steps on dialogues of any length")
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
     args = parser.parse_args()
     if args.gate:
         return gate(args.gate, 100)
-    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
     first = 200_000 * (args.seed + 1)
-    if args.start:
-        tokenizer = AutoTokenizer.from_pretrained(args.start)
-    else:
-        tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
-                                     for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
+    tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+                                 for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
     with multiprocessing.Pool() as pool:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
         rows = [row for chunk in pool.imap(_rows_of, chunks) for row in chunk]
@@ -253,7 +249,7 @@ def main() -> None:
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
                          num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = LlamaForCausalLM.from_pretrained(args.start) if args.start else LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimisers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),  # learns to copy sooner than AdamW
@@ -262,8 +258,8 @@ def main() -> None:
 
     batches, epoch = [], 0
     for step in range(args.steps):
-        early = step < args.steps // 3 and not args.start  # copying is learnt sooner from short dialogues and many small steps
-        if not batches or (step == args.steps // 3 and not args.start):
+        early = step < args.steps // 3  # copying is learnt sooner from short dialogues and many small steps
+        if not batches or step == args.steps // 3:
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1
