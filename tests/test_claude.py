@@ -479,6 +479,7 @@ def scored(folder):
     return [(row["id"], row["reward"], row["judge"]) for row in lines(folder / "samples.jsonl")]
 
 
+@pytest.mark.slow
 def test_train_with_claude_survives_faults_and_scores_the_same(keyed, capsys, tmp_path, monkeypatch):
     """30 % of the calls fail, in every scripted way: what is scored is scored as without faults, nothing else is a number, and the
     key is in no file. With learning on it comes to its end."""

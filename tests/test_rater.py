@@ -107,6 +107,7 @@ def test_check_says_how_scores_rank_and_what_cannot_rate(taught):
     assert "cannot rate" in check(Settings().model, 1)
 
 
+@pytest.mark.slow
 def test_train_with_the_rater_offline(taught, tmp_path, monkeypatch):
     """`train --judge self`: the embedded policy is rated by its rater's folder. Half of the policy's turns ask, for the base rarely does."""
     monkeypatch.setattr(speakrl, "RATER", taught[0])

@@ -622,7 +622,7 @@ def test_sigterm_anywhere_ends_in_one_line(tmp_path, capsys, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.fixture(params=["limit", "tmpfs"])
+@pytest.fixture(params=["limit", pytest.param("tmpfs", marks=pytest.mark.slow)])
 def small_disk(request, tmp_path):
     """(a folder, a call that leaves room for so many bytes more): a limit on the size of files, or a small file system."""
     if request.param == "limit":
@@ -773,6 +773,7 @@ def steps_on_given_completions(folder):
     save_file(found, folder / f"{speakrl.WORLD}-{speakrl.RANK}.safetensors")
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     """float64: 1e-6 relative over five steps; float32: 1e-5 from equal weights. Five prompts, so three and two; texts of unequal
     lengths; one group is flat, one has an unknown reward."""
@@ -808,6 +809,7 @@ def runs_of_two(folder):
     assert main(["eval", "--goals", "1"]) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
     processes = as_processes(2, "-c", f"import pathlib, os, test_speakrl; test_speakrl.runs_of_two(pathlib.Path({str(tmp_path)!r})); os._exit(0)")
     heard = [process.communicate(timeout=600) for process in processes]
@@ -831,7 +833,8 @@ def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
     assert alone.keys() == a.keys() and all(alone[k] >= a[k] for k in a if k.endswith(".step"))
 
 
-@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 0])
 def test_when_one_process_is_killed_the_other_ends_and_says_why(killed, tmp_path):
     processes = as_processes(2, str(ROOT / "speakrl.py"), "train", "--steps=500", "--out", str(tmp_path / "r"), *FLAGS)
     assert any(line.startswith("step 5/") for line in processes[0].stdout)  # so there are checkpoints

@@ -228,6 +228,7 @@ def quick(monkeypatch):
 REAL_THINKS = study.look_at_thinks
 
 
+@pytest.mark.slow
 def test_the_study_at_toy_size_is_told_and_nothing_is_done_twice(tmp_path, capsys, monkeypatch, quick):
     command = ["--out", str(tmp_path), "--steps", "2", "--ask-cost", "0.3", "--only", "default", "success", *TOY]
     real, calls = speakrl.train, []
