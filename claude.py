@@ -279,6 +279,7 @@ def split_address(url: str):
 
 
 def is_loopback(host: str) -> bool:
+    """Is it this machine?"""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

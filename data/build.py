@@ -400,6 +400,7 @@ def oracles(name: str, ambiguous: Scenario) -> tuple[Oracle, Oracle, Oracle]:
 
 
 def repeated(asked: list[str]) -> bool:
+    """Does one question of a dialogue repeat an earlier one?"""
     return any(overlap(ngrams(a, 2), ngrams(b, 2)) >= REPEATED for k, a in enumerate(asked) for b in asked[:k])
 
 

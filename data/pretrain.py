@@ -186,6 +186,18 @@ def make_batches(rows: list, tokens: int, rng: random.Random) -> list[list]:
 
 # ------------------------------------------------------------------------------------------------- training
 
+def learned_loss(model, rows: list, pad: int) -> torch.Tensor:
+    """Mean of -log p of the learned tokens of a batch; products in bfloat16, log-softmax in float32."""
+    ids, positions, mask, learned = collate(rows, pad)
+    where = learned[:, 1:].flatten().nonzero()[:, 0]  # a learned token is predicted from the place before it, in its own part
+    target = torch.nn.functional.pad(ids[:, 1:].flatten()[where], (0, -len(where) % LEARNED), value=-100)  # -100 carries no loss
+    where = torch.nn.functional.pad(where, (0, -len(where) % LEARNED))
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1].flatten(0, 1)[where])
+    return torch.nn.functional.cross_entropy(logits.float(), target)
+
+
 def _rows_of(args):
     tokenizer, seeds = args
     return [to_row(tokenizer, *dialogue) for seed in seeds for dialogue in demonstrate(seed)]
@@ -263,18 +275,11 @@ def main() -> None:
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1
-        ids, positions, mask, learned = collate(batches.pop(), tokenizer.pad_token_id)
         rate = args.lr * min((step + 1) / 100, (args.steps - step) / args.steps)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
-        where = learned[:, 1:].flatten().nonzero()[:, 0]  # a learned token is predicted from the place before it, in its own part
-        target = torch.nn.functional.pad(ids[:, 1:].flatten()[where], (0, -len(where) % LEARNED), value=-100)  # -100 carries no loss
-        where = torch.nn.functional.pad(where, (0, -len(where) % LEARNED))
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden[:, :-1].flatten(0, 1)[where])
-        loss = torch.nn.functional.cross_entropy(logits.float(), target)
+        loss = learned_loss(model, batches.pop(), tokenizer.pad_token_id)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -20,7 +20,7 @@ import time
 
 import torch
 
-from data.pretrain import END, LEARNED, collate, make_batches
+from data.pretrain import END, learned_loss, make_batches
 from data.speaker import BARE, SLOT_QUESTIONS, alternatives, decision_points, read_history, tails, word_question
 from data.towns import SPLITS, scenario_pair
 from env import AREAS, DAYS, PRICES, render_chat
@@ -110,14 +110,7 @@ def learn(model, batches: list, pad: int, lr: float, report=print) -> float:
     for step, rows in enumerate(batches):
         for group in optimiser.param_groups:
             group["lr"] = lr * min((step + 1) / 50, 1 - step / len(batches))
-        ids, positions, mask, learned = collate(rows, pad)
-        where = learned[:, 1:].flatten().nonzero()[:, 0]  # a learned token is predicted from the place before it, in its own part
-        target = torch.nn.functional.pad(ids[:, 1:].flatten()[where], (0, -len(where) % LEARNED), value=-100)
-        where = torch.nn.functional.pad(where, (0, -len(where) % LEARNED))
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
-            logits = model.lm_head(hidden[:, :-1].flatten(0, 1)[where])
-        loss = torch.nn.functional.cross_entropy(logits.float(), target)
+        loss = learned_loss(model, rows, pad)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -165,6 +158,7 @@ def check(folder: str, towns: int) -> str:
 
 
 def main() -> None:
+    """Make the rater, or check one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--start", default="data/tiny")
     parser.add_argument("--out", default="data/tiny-rater")
