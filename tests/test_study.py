@@ -264,6 +264,7 @@ def test_what_is_mistyped_is_refused_in_one_line(argv, words, capsys, tmp_path):
     assert error.startswith("study: ") and "\n" not in error and all(word in error for word in words)
 
 
+@pytest.mark.slow
 def test_the_search_at_toy_size_tells_what_was_tried_and_the_best(tmp_path, capsys, monkeypatch, quick):
     def record(policy, judge, settings, folder, step):  # in the place of an evaluation: the rate 1e-3 is the best after two epochs
         good = 0.9 if (settings.lr, settings.method) == (1e-3, "sft") and step > 2 else 0.5
