@@ -223,7 +223,7 @@ class Policy:
         if settings.dtype == "bf16" and not has_bf16(settings.device):
             raise UserError(f"--dtype bf16: {settings.device} has no bfloat16 arithmetic here; train with --dtype fp32")
         path = newest_checkpoint(path) or path
-        if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1):
+        if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1 or Path(path).parent.is_dir()):
             raise UserError(f"--model {path}: no such folder, and no hub id such as Qwen/Qwen2.5-0.5B-Instruct")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)

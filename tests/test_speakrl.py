@@ -48,11 +48,13 @@ def run_cli(*arguments, cwd=ROOT, **kw):
     (["train", "--lr", "-1"], ["--lr", "-1"]), (["train", "--lr", "nan"], ["--lr"]), (["train", "--group", "1"], ["--group", "at least 2"]),  # G04
     (["train", "--norm", "tokens"], ["--norm", "token"]), (["train", "--prompts", "8", "--minibatch", "3"], ["--minibatch 3"]),
     (["train", "--judge", "gpt"], ["--judge"]), (["train", "--model", "/no/such/folder"], ["/no/such/folder"]),
+    (["eval", "--model", "here/grpo-01"], ["here/grpo-01", "no such folder"]),  # looks like a hub id, but for the folder of its name
     (["train", "--data", "/no/such.jsonl"], ["/no/such.jsonl"]), (["train", "--resume", "--out", "/tmp/no-such-run"], ["holds no run"]),
     (["eval", "--multiwoz", "/no/such/folder"], ["/no/such/folder"]), (["train", "--method", "dpo", "--beta", "0"], ["--beta"]),
     (["compare", "--method", "sft"], ["compare", "--method sft"]), (["compare", "--seeds", "0"], ["--seeds"])])
 def test_what_is_mistyped_is_refused_in_one_line(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
     assert main(argv) == 2
     error = capsys.readouterr().err.strip().splitlines()
     error = [line for line in error if "Loading" not in line]
