@@ -178,7 +178,7 @@ def token_logprobs(model, prompts, completions, temperature, pad_id=0):
                        use_cache=False).logits[:, :-1]
     # float32 before anything else: a bfloat16 log_softmax is off by up to 1 % of a probability. The temperature
     # divides the logits, not the log-probabilities. Gather minus logsumexp: log_softmax would hold V values per token.
-    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)) / temperature
+    logits_BTV = logits_BTV.float() / temperature
     chosen_BT = logits_BTV.gather(-1, ids[:, S:, None])[..., 0]
     mask_BT = attention[:, S:].bool()
     return torch.where(mask_BT, chosen_BT - logits_BTV.logsumexp(-1), 0.0), mask_BT
@@ -227,8 +227,7 @@ def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_by
         own = vars(decoder).get("forward")
         decoder.forward = lambda *args, **kwargs: output_type(last_hidden_state=hidden_nD[None])
         try:
-            logits_nV = model(input_ids=tokens_n[None], use_cache=False).logits[0]
-            logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)) / temperature
+            logits_nV = model(input_ids=tokens_n[None], use_cache=False).logits[0].float() / temperature
         finally:
             del decoder.forward
             if own is not None:
