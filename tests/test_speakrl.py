@@ -489,7 +489,7 @@ def test_a_broken_policy_ends_in_one_line():
     assert not optimiser.state
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_the_baselines_resume_exactly_too(method, tmp_path):
     """K09: four steps equal two and two, every tensor of model and optimiser; DPO's reference is the start, not the checkpoint."""
     flags = ["--method", method, "--towns", "4", "--prompts", "2", "--goals", "1", "--guard-every", "0", "--save-every", "2"]
@@ -696,7 +696,7 @@ def start_run(out, *flags, **env):
                             stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env})
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_and_saves(number, tmp_path):
     process = start_run(tmp_path / "r", "--steps=500")
     for line in process.stdout:
