@@ -16,7 +16,7 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
-here, but that `sample` needs `prefill`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
+here, but that `sample` needs `prefill` and `make_room`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
@@ -76,6 +76,7 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
             going = list(range(len(ids)))  # rows without an end token yet; all of them are equally long
             while going:
                 length = len(completions[going[0]])
+                make_room(cache, stretch)
                 out = model.generate(
                     input_ids=ids, attention_mask=attention, cache=cache, use_cache=True, **sampling,
                     max_new_tokens=min(stretch, max_new_tokens - length), eos_token_id=eos_ids or None, pad_token_id=pad_id,
@@ -100,6 +101,29 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
         for module, mode in modes:
             module.training = mode
     return completions
+
+
+def make_room(cache, columns):
+    """Let the next `columns` tokens be written behind what the cache holds, in place: by itself it copies all keys and values for
+    every token. Without gradient; layers with a sliding window stay as they are.
+    """
+    import weakref
+
+    def write_in_place(layer):
+        layer = weakref.proxy(layer)  # a cycle would keep the old buffers until the garbage collector comes by
+        keys, values = (torch.cat([x, x.new_empty(*x.shape[:2], columns, x.shape[3])], 2) for x in (layer.keys, layer.values))
+
+        def update(new_keys, new_values, *args, **kwargs):
+            start = layer.keys.shape[2]
+            end = start + new_keys.shape[2]
+            keys[:, :, start:end], values[:, :, start:end] = new_keys, new_values
+            layer.keys, layer.values = keys[:, :, :end], values[:, :, :end]
+            return layer.keys, layer.values
+        return update
+
+    for layer in getattr(cache, "layers", []):
+        if type(layer).__name__ == "DynamicLayer" and layer.is_initialized:
+            layer.update = write_in_place(layer)
 
 
 def prefill(model, prompts, G, pad_id):

@@ -4,11 +4,13 @@ import ast
 import builtins
 import dis
 import doctest
+import gc
 import importlib.util
 import inspect
 import math
 import shutil
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,7 +99,7 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 
 @pytest.mark.parametrize("name, needs", [
-    ("sample", {"prefill"}), ("prefill", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
+    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
     ("shared_logprobs", {"prefill", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
     ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
@@ -944,6 +946,33 @@ def test_ended_rows_are_not_computed_on():
     model.generate = lambda **kwargs: rows.append(len(kwargs["input_ids"])) or real(**kwargs)
     got = sample(model, [[9], [8], [7], [2]], max_new_tokens=20, temperature=1.0, eos_ids=[10], pad_id=0, seed=0, stretch=2)
     assert got == [[10], [9, 10], [8, 9, 10], [3, 4, 5, 6, 7, 8, 9, 10]] and rows == [4, 2, 1, 1]
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_room_for_new_columns_changes_no_token(kind, monkeypatch):
+    """The same ids with and without it, bit for bit the same draws; the keys of a stretch of 4 lie in one buffer, and go with the cache."""
+    model, how, buffers = tiny(kind), {**HOW, "max_new_tokens": 10, "eos_ids": range(4), "stretch": 4}, []
+    real = model.generate
+
+    def generate(cache, **kwargs):
+        layer = cache.layers[0]
+        before = layer.keys.shape[2]
+        out = real(cache=cache, **kwargs)
+        buffers.append((type(layer).__name__, layer.keys.untyped_storage().nbytes() == layer.keys[:, :, :1].nbytes * (before + 4),
+                        weakref.ref(layer.keys)))
+        return out
+
+    monkeypatch.setattr(model, "generate", generate)
+    gc.collect()
+    gc.disable()
+    try:
+        got = sample(model, PROMPTS, 4, **how)
+        assert len(buffers) > 1 and all(in_place for name, in_place, _ in buffers if name == "DynamicLayer")
+        assert all(keys() is None for *_, keys in buffers)
+    finally:
+        gc.enable()
+    monkeypatch.setattr("grpo.make_room", lambda cache, columns: None)
+    assert got == sample(model, PROMPTS, 4, **how)
 
 
 HIDDEN = dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9, repetition_penalty=1.05,
