@@ -125,8 +125,9 @@ RATER = ROOT / "data" / "tiny-rater"  # the embedded policy was not taught to ra
 # Not part of what a run *is*: these may change when it is resumed.
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds",
               "base_url", "cache", "budget_usd", "zero"}
-# What differs from the defaults above, by command and by method. In `compare` a flag that is set speaks to every method.
-DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8), "compare": dict(method="compare", split="test", goals=200)}
+# What differs from the defaults above, by method and by command. None: each method's own; a flag that is set speaks to all of them.
+DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8),
+            "compare": dict(method="compare", split="test", goals=200, lr=None, adam_eps=None, prompts=None, norm=None)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL). Its judge is Claude; the model that it names is retired.
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", judge="claude", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
                          max_new_tokens=1024, micro_tokens=8192, dtype="bf16", checkpointing=True, towns=20000, device="cuda")}
@@ -148,7 +149,7 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     parser.add_argument("--preset", choices=tuple(PRESETS), help="paper: the settings of the paper's kin for Qwen2.5-7B")
     for field in dataclasses.fields(Settings):
         flag, kind = "--" + field.name.replace("_", "-"), {"int": int, "float": float, "str": str}.get(field.type)
-        others = "".join(f"; {name}: {values[field.name]}" for name, values in DEFAULTS.items() if field.name in values)
+        others = "".join(f"; {name}: {values[field.name]}" for name, values in DEFAULTS.items() if values.get(field.name) is not None)
         note = f"{notes[field.name]} (default: {field.default}{others})".replace("%", "%%")
         if field.type == "bool":
             parser.add_argument(flag, action="store_true", default=None, help=note)
@@ -161,15 +162,15 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
     settings = Settings(**{**own, **preset, **saved, **given})  # a resumed run keeps what is not said anew
     for name, least in dict(steps=0, prompts=1, group=2, minibatch=0, epochs=1, towns=1, max_prompt=1, max_new_tokens=1,
                             micro_tokens=1, n=1, goals=1, repeats=1, seeds=1, guard_every=0, save_every=1, keep=1, seed=0, show=0).items():
-        if getattr(settings, name) < least:
+        if getattr(settings, name) is not None and getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(settings, name)}, it must be at least {least}")
     for name in ("lr", "adam_eps", "grad_clip", "temperature", "clip_low", "clip_high", "beta", "ask_cost"):
         value = getattr(settings, name)
-        if not (math.isfinite(value) and (value > 0 or (name in ("lr", "ask_cost") and value == 0))):
+        if value is not None and not (math.isfinite(value) and (value > 0 or (name in ("lr", "ask_cost") and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
     if not 0 <= settings.budget_usd < math.inf:
         raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
-    if settings.minibatch and settings.prompts % settings.minibatch:
+    if settings.minibatch and (settings.prompts or Settings.prompts) % settings.minibatch:
         raise UserError(f"--minibatch {settings.minibatch} does not divide --prompts {settings.prompts}")
     if settings.writer != "rules" and settings.writer.split(":")[0] != "claude":
         raise UserError(f"--writer {settings.writer}: it must be rules, claude or claude:MODEL")
@@ -1270,7 +1271,7 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
         if files[1:]:  # joined in one file
             file = run.with_suffix(".jsonl")
             file.write_text("".join((data / part).read_text().rstrip("\n") + "\n" for part in files))
-        unset = {k: v for k, v in DEFAULTS.get(method, {}).items() if getattr(settings, k) == getattr(Settings, k)}
+        unset = {k: DEFAULTS.get(method, {}).get(k, getattr(Settings, k)) for k in DEFAULTS["compare"] if getattr(settings, k) is None}
         own = dataclasses.replace(settings, **unset, method=method, data=str(file), out=str(run), goals=min(10, settings.goals),
                                   resume=(run / "settings.json").exists())
         if name == "SpeakRL (self-judge)":

@@ -873,11 +873,11 @@ def test_paired_differences_by_hand():
 def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
     out = tmp_path / "c"
     flags = ["--towns", "6", "--prompts", "2", "--group", "8", "--steps", "4", "--seeds", "1", "--goals", "1", "--guard-every", "0",
-             "--max-new-tokens", "80"]
+             "--max-new-tokens", "80", "--lr", "3e-4"]
     real, calls = speakrl.train, []
 
     def train(settings):
-        calls.append((settings.method, settings.steps))
+        calls.append((settings.method, settings.prompts, settings.lr, settings.adam_eps, settings.norm))
         if len(calls) == 2:  # as if interrupted in the second training: nothing is evaluated, and it is resumed
             return real(dataclasses.replace(settings, steps=1))
         return real(settings)
@@ -890,7 +890,8 @@ def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, cap
     assert "go on with: python speakrl.py compare --resume --out" in capsys.readouterr().out and not (out / "compare.md").exists()
     kept = (out / "speakrl-0.json").read_bytes()
     assert main(["compare", "--resume", "--out", str(out)]) == 0
-    assert [method for method, _ in calls] == ["grpo", "dpo", "dpo", "sft", "sft"] and (out / "speakrl-0.json").read_bytes() == kept
+    sft = ("sft", 2, 3e-4, 1e-8, "token")  # what is set speaks to all, also where it equals a default; the rest is each method's own
+    assert calls == [("grpo", 2, 3e-4, 1e-4, "sequence"), *2 * [("dpo", 2, 3e-4, 1e-8, "sequence")], sft, sft] and (out / "speakrl-0.json").read_bytes() == kept
     rows = json.loads((out / "compare.json").read_text())["rows"]
     assert list(rows) == ["base", "SFT", "SFT, with twins", "DPO", "SpeakRL"] and rows["base"]["trained_tokens"] == 0
     budget = rows["SpeakRL"]["trained_tokens"]
