@@ -68,6 +68,7 @@ def bare_loop(model, prompts, G, steps):
     import grpo
     with torch.no_grad():
         ids, _, cache = grpo.prefill(model, prompts, G, 0)
+        grpo.make_room(cache, steps)
         for _ in range(steps):
             logits_BV = model(input_ids=ids[:, -1:], cache=cache, use_cache=True).logits[:, -1]
             ids = torch.multinomial(logits_BV.softmax(-1), 1)
