@@ -1,4 +1,4 @@
-"""Make data/tiny-rater/, the embedded policy's self-judge: `python -m data.rater` (two cores, about a quarter of an hour, seeded).
+"""Make data/tiny-rater/, the embedded policy's self-judge: `python -m data.rater` (20 minutes on one core, seeded).
 
 A copy of data/tiny learns to answer rubric calls as the rule judge would. This is plumbing, not evidence: it lets `train --judge self`
 run offline and shows that the path works; what it knows of good questions it has from the rules. `--check FOLDER` prints how its scores

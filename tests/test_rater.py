@@ -2,6 +2,7 @@
 import doctest
 import json
 import random
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,6 +106,12 @@ def test_what_was_learnt_is_what_the_self_judge_says(taught):
 def test_check_says_how_scores_rank_and_what_cannot_rate(taught):
     assert "rank correlation with the rule judge" in check(str(taught[0]), 2)
     assert "cannot rate" in check(Settings().model, 1)
+
+
+def test_the_committed_rater_can_rate():
+    """Every answer can be read, and ranks follow the rule judge's (0.88 over 100 towns)."""
+    said = check(str(speakrl.RATER), 15)
+    assert "1.000 of the answers could be read" in said and float(re.search(r"rule judge +(\S+)", said)[1]) > 0.75, said
 
 
 @pytest.mark.slow
