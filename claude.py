@@ -166,11 +166,11 @@ class Claude:
                     return Reply(None, "not asked")
                 try:
                     reply = await self._within_budget(room, body, request)
+                    if reply.text is not None:
+                        self._keep(key, reply)
                 except Stop:
                     halted.set()  # nothing more is asked; what is on its way may be paid for and gets ten seconds to arrive
                     raise
-            if reply.text is not None:
-                self._keep(key, reply)
             return reply
 
         tasks = {key: asyncio.ensure_future(one(key, *what)) for key, what in missing.items()}

@@ -95,6 +95,8 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
                 attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)[kept]
                 ids = out[kept]
                 if cache is not None and going:
+                    for layer in getattr(cache, "layers", []):
+                        vars(layer).pop("update", None)  # it holds buffers of all rows
                     cache.batch_select_indices(kept)
     finally:
         model.generation_config = generation_config
@@ -111,7 +113,9 @@ def make_room(cache, columns):
 
     def write_in_place(layer):
         layer = weakref.proxy(layer)  # a cycle would keep the old buffers until the garbage collector comes by
+        start = layer.keys.shape[2]
         keys, values = (torch.cat([x, x.new_empty(*x.shape[:2], columns, x.shape[3])], 2) for x in (layer.keys, layer.values))
+        layer.keys, layer.values = keys[:, :, :start], values[:, :, :start]  # the old ones go now, one layer after the other
 
         def update(new_keys, new_values, *args, **kwargs):
             start = layer.keys.shape[2]

@@ -81,7 +81,7 @@ def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, m
       when     None on unlabelled data
       clarify  due (or unlabelled) and asked in a well-formed turn: the judge's; due, but no such question: 0.0;
                not due: None, it is no part of the reward and adds nothing
-      reward   None = unknown: the judge was needed and failed (then clarify is None too)
+      reward   None = unknown: a judge that has a part in it failed (then clarify is None too)
     Raises ValueError for another mode, a judge that was not asked though needed, or scores that clarify_reward refuses.
 
     >>> from types import SimpleNamespace as Turn
@@ -107,7 +107,7 @@ def reward_parts(turn, clarify_expected: bool | None, verdict: Verdict | None, m
         raise ValueError("this question needs a verdict; a judge that failed is Verdict(None, reason)")
     clarify = clarify_reward(verdict.scores)
     return {"format": r_format, "when": when, "clarify": clarify,
-            "reward": None if clarify is None else structure + clarify * (mode != "format")}
+            "reward": structure if mode == "format" else None if clarify is None else structure + clarify}
 
 
 # ------------------------------------------------------------------------------------------- the rubric, for LLM judges
@@ -232,7 +232,7 @@ class Tally:
 
     def __call__(self, failed: bool, reason: str) -> None:
         self.failed.append(failed)
-        if sum(self.failed) > self.failed.maxlen / 2:
+        if failed and sum(self.failed) > self.failed.maxlen / 2:
             raise Stop(f"{sum(self.failed)} of the last {len(self.failed)} {self.what} failed; the last one: {reason}")
 
 

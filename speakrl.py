@@ -46,7 +46,8 @@ from env import (MAX_TURNS, SYSTEM_PROMPT, TOOLS, HumanUser, ModelUser, Scenario
                  render_prompt, run_dialogues, score_dialogue, shown, start_dialogue)
 from grpo import (checkpoint_layers, dpo_loss, group_advantages, policy_loss, row_weights, sample, sft_loss, shared_logprobs,
                   trajectory_logprobs)
-from rewards import MODES, ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, needs_judge, reward_parts
+from rewards import (MODES, ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, Stop, checked, judge_question, needs_judge,
+                     reward_parts)
 
 ROOT = Path(__file__).resolve().parent
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # this process, of so many; from torchrun
@@ -157,6 +158,8 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
             parser.add_argument(flag, type=kind, choices=CHOICES.get(field.name), help=note)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     command, preset = given.pop("command"), PRESETS.get(given.pop("preset", ""), {})
+    if given.get("resume") and command not in ("train", "compare"):
+        raise UserError(f"--resume is for train and compare; for {command} name a run with --model")
     saved = saved_settings(Path(given.get("out") or newest_run(command))) if given.get("resume") else {}
     own = DEFAULTS.get(command, {}) | DEFAULTS.get({**saved, **given}.get("method"), {})
     settings = Settings(**{**own, **preset, **saved, **given})  # a resumed run keeps what is not said anew
@@ -200,7 +203,7 @@ def saved_settings(folder: Path) -> dict:
 def newest_run(command: str) -> Path:
     """The folder in runs/ that this command wrote to last; runs/ itself if there is none."""
     found = [f for f in Path("runs").glob("*-[0-9][0-9][0-9]") if f.name.startswith("compare") == (command == "compare")]
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=Path("runs"))
+    return max(found, key=lambda folder: max(file.stat().st_mtime for file in [folder, *folder.glob("*.json*")]), default=Path("runs"))
 
 
 def stream(*key) -> int:
@@ -405,11 +408,16 @@ def read_points(path: str, judge: str) -> list[dict]:
             return "a decision point needs id, messages and clarify_expected"
         if reason := lacks_messages(point, "messages"):
             return reason
-        if point["clarify_expected"] not in (True, False, None):
+        if point["clarify_expected"] is not None and not isinstance(point["clarify_expected"], bool):
             return "clarify_expected must be true, false or null"
         if judge == "rule" and point["clarify_expected"] is not False and not point.get("ambiguity"):
             return "the rule judge needs `ambiguity`; without it use another judge"
-        return ""
+        if judge == "rule" and point["clarify_expected"] is not False:
+            try:
+                judge_question(point["messages"], "Which one?", point["ambiguity"])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return f"the rule judge cannot read it: {error!r}"
+        return "" if point.get("stage", "other") in STAGE_SHARES else f"stage must be one of {', '.join(STAGE_SHARES)}"
     return [{"ambiguity": None, **point} for point in read_jsonl(path, wrong)]
 
 
@@ -541,7 +549,7 @@ def score_completions(policy: Policy, points_B: list[dict], completions_B: list[
     rows = []
     for b, (turn, point, completion) in enumerate(zip(turns, points_B, completions_B)):
         parts = reward_parts(turn, point["clarify_expected"], verdicts.get(b), mode, ask_cost)
-        rows.append({"id": point["id"], "due": point["clarify_expected"], "turn": turn, **parts,
+        rows.append({"id": point["id"], "text": policy.text(completion), "due": point["clarify_expected"], "turn": turn, **parts,
                      "judge": verdicts[b].why if b in verdicts else None, "tokens": len(completion),
                      "truncated": not completion or completion[-1] not in policy.eos_ids})
     return rows
@@ -578,7 +586,7 @@ def together():
     try:
         yield
     except RuntimeError as error:
-        if WORLD == 1:
+        if WORLD == 1 or isinstance(error, torch.OutOfMemoryError):  # that is this process's own
             raise
         raise UserError(f"another process of this run has ended early ({str(error).splitlines()[0]}). The last checkpoint is complete: go on "
                         "with --resume") from error
@@ -863,7 +871,7 @@ def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Setting
     figures["questions_per_dialogue"] = figures.pop("questions")
     scored = [r for r in every if r["success"] is not None]
     figures["turns_cap"] = mean([float(r["turns"] if r["success"] else MAX_TURNS) for r in scored])
-    figures["pass_at_k"] = mean([float(any(r["success"] for r in goal)) for goal in zip(*records) if goal[0]["success"] is not None])
+    figures["pass_at_k"] = mean([float(any(r["success"] for r in scored if r["id"] == goal)) for goal in dict.fromkeys(r["id"] for r in scored)])
     figures |= evaluate_points(policy, judge, scenarios, settings)
     ended = {reason: sum(r["ended"] == reason for r in every) for reason in sorted({r["ended"] for r in every})}
     return {**figures, "episodes": len(every), "repeats": settings.repeats, "user_errors": sum(map(len, records)) - len(every),
@@ -914,11 +922,20 @@ def write_json(path: Path, value) -> None:
     os.replace(part, path)
 
 
+def sync(*paths: Path) -> None:
+    """Wait until files and folders are on disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 def append_line(path: Path, record: dict) -> None:
     """One more line of a JSONL file, on disk before we go on."""
     with open(path, "a") as file:
         file.write(json.dumps(record) + "\n")
         file.flush()
+        os.fsync(file.fileno())
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -952,11 +969,9 @@ def save_checkpoint(folder: Path, step: int, policy: Policy, optimiser, state: d
         all_sum(torch.zeros(1))  # all have written
         if RANK == 0:
             (part / "SHA256SUMS").write_text(checksums(part))
-            for path in [*part.iterdir(), part]:
-                handle = os.open(path, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
+            sync(*part.iterdir(), part)
             os.replace(part, final)
+            sync(folder)
     except UserError:
         raise
     except Exception as error:  # on a full disk safetensors and tokenizers raise errors of their own, no OSError
@@ -1244,8 +1259,7 @@ def rows_to_make(settings: Settings) -> list[str]:
     if not (os.environ.get("ANTHROPIC_API_KEY") and settings.budget_usd):
         left_out[CLAUDE_MODEL] = "it takes ANTHROPIC_API_KEY and --budget-usd"
     try:
-        if settings.self_judge == "frozen":
-            rater(self_judged(settings))
+        rater(self_judged(settings))
     except UserError as error:
         left_out["SpeakRL (self-judge)"] = str(error)
     for name, why in left_out.items():
@@ -1272,7 +1286,7 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
             file = run.with_suffix(".jsonl")
             file.write_text("".join((data / part).read_text().rstrip("\n") + "\n" for part in files))
         unset = {k: DEFAULTS.get(method, {}).get(k, getattr(Settings, k)) for k in DEFAULTS["compare"] if getattr(settings, k) is None}
-        own = dataclasses.replace(settings, **unset, method=method, data=str(file), out=str(run), goals=min(10, settings.goals),
+        own = dataclasses.replace(settings, **unset, method=method, data=str(file.resolve()), out=str(run), goals=min(10, settings.goals),
                                   resume=(run / "settings.json").exists())
         if name == "SpeakRL (self-judge)":
             own = self_judged(own)
@@ -1342,17 +1356,18 @@ def comparison_table(result: dict, settings: Settings) -> str:
 
 def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, float, float, float]:
     """(mean before, mean after, change, half its 95 % interval) of dialogue records, paired by goal. Seeds and repeats are
-    averaged within a goal, so the interval speaks of other goals, not of other seeds."""
+    averaged within a goal, so the interval speaks of other goals, not of other seeds. nan: no goal in common; of one, no interval."""
     def by_goal(records):
         goals: dict[str, list[float]] = {}
         for r in records:
-            if r[key] is not None:
+            if r[key] is not None and r.get("ended") != "user_error":  # as in every other rate
                 goals.setdefault(r["id"], []).append(float(r[key]))
         return {goal: mean(values) for goal, values in goals.items()}
     a, b = by_goal(before), by_goal(after)
     changes = [b[goal] - a[goal] for goal in a if goal in b]
-    spread = math.sqrt(sum((c - mean(changes)) ** 2 for c in changes) / max(len(changes) - 1, 1) / len(changes))
-    return mean(a.values()), mean(b.values()), mean(changes), 1.96 * spread
+    change = mean(changes) if changes else math.nan
+    spread = math.sqrt(sum((c - change) ** 2 for c in changes) / (len(changes) - 1) / len(changes)) if changes[1:] else math.nan
+    return mean(a.values()), mean(b.values()), change, 1.96 * spread
 
 
 # ------------------------------------------------------------------------------------------------- 7. the commands
@@ -1362,17 +1377,23 @@ def make_judge(settings: Settings, policy):
     if settings.judge == "claude":
         return ClaudeJudge(claude(settings, settings.judge_model or CLAUDE_MODEL))
     if settings.judge == "self":
-        start = Policy(rater(settings), settings) if settings.self_judge == "frozen" else None
+        path = rater(settings)
+        start = Policy(path, settings) if settings.self_judge == "frozen" else None
         return SelfJudge(lambda requests: local_complete(start or policy(), requests))
     return RuleJudge()
 
 
 def rater(settings: Settings) -> str:
-    """Folder or hub id of the model that is the frozen self-judge."""
-    embedded = Path(settings.model).resolve() == Path(Settings.model)
+    """Folder or hub id of the model that is the frozen self-judge: the start, also where a trained run is evaluated."""
+    start = settings.model
+    while (Path(start) / "settings.json").exists():
+        start = saved_settings(Path(start))["model"]
+    embedded = Path(start).resolve() == Path(Settings.model)
+    if embedded and settings.self_judge == "current":
+        raise UserError("--self-judge current: the embedded policy was not taught to rate; --self-judge frozen takes a copy that was")
     if embedded and not settings.judge_model and not RATER.exists():
         raise UserError(f"--judge self: the embedded policy was not taught to rate, and {RATER} is not there; make it with python -m data.rater")
-    return settings.judge_model or str(RATER if embedded else settings.model)
+    return settings.judge_model or str(RATER if embedded else start)
 
 
 def make_user(settings: Settings, policy):

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -241,9 +242,20 @@ def test_most_failing_stops_and_some_failing_does_not(client):
     with pytest.raises(Stop, match="101 of the last 200 calls failed; the last one: gone"):
         for _ in range(200):
             tally(True, "gone")
+    tally(False, "")  # a good answer that was on its way is kept
     with Server(fault=lambda body, attempt: "400") as server, pytest.raises(Stop, match="101 of the last 101 .*HTTP 400"):
         client(server).complete([request(f"{i}?") for i in range(400)], HAIKU)
     assert len(server.requests) < 101 + 64
+
+
+def test_when_the_cache_cannot_be_written_nothing_more_is_paid_for(client, monkeypatch):
+    def full(self, key, reply):
+        raise Stop("disk full")
+
+    monkeypatch.setattr(Claude, "_keep", full)
+    with Server() as server, pytest.raises(Stop, match="disk full"):
+        client(server, in_flight=8).complete([request(f"{i}?") for i in range(200)], HAIKU)
+    assert len(server.requests) < 60
 
 
 # ------------------------------------------------------------------------------------------------- many at once, and the cache
@@ -552,7 +564,8 @@ def test_train_with_the_self_judge(whose, keyed, tmp_path, monkeypatch):
         return [Reply(GOOD) for _ in requests]
 
     monkeypatch.setattr(speakrl, "local_complete", fake)
-    who = {"frozen": ["--judge-model", Settings().model], "current": []}[whose]
+    shutil.copytree(Settings().model, "other")  # the embedded policy itself may only be rated by its rater
+    who = {"frozen": ["--judge-model", Settings().model], "current": ["--model", "other"]}[whose]
     assert main(["train", "--judge", "self", "--self-judge", whose, *who, "--steps", "2", "--lr", "0.01", "--out", "r", *SMALL]) == 0
     start, judge = Policy(Settings().model, Settings()), asked[-1][0]
     same = all(torch.equal(p, q) for p, q in zip(start.model.parameters(), judge.model.parameters()))
@@ -562,9 +575,12 @@ def test_train_with_the_self_judge(whose, keyed, tmp_path, monkeypatch):
 
 
 def test_a_policy_that_cannot_rate_stops_the_run(keyed, capsys, tmp_path, monkeypatch):
-    """The embedded base was never taught to. Here it has three attempts, not a hundred."""
+    """A copy of the embedded base, which was never taught to. Here it has three attempts, not a hundred. The base itself is refused."""
     monkeypatch.setattr("rewards.deque", lambda maxlen: deque(maxlen=4))
-    assert main(["train", "--judge", "self", "--self-judge", "current", "--steps", "4", "--lr", "0", "--out", "r", *SMALL]) == 2
+    assert main(["train", "--judge", "self", "--self-judge", "current", "--out", "r", *SMALL]) == 2
+    assert "the embedded policy was not taught to rate" in capsys.readouterr().err
+    shutil.copytree(Settings().model, "other")
+    assert main(["train", "--judge", "self", "--self-judge", "current", "--model", "other", "--steps", "4", "--lr", "0", "--out", "r", *SMALL]) == 2
     assert re.search(r"speakrl: 3 of the last [34] self-judgements failed; the last one: .*", capsys.readouterr().err)
 
 
@@ -737,6 +753,10 @@ def test_the_self_judges_row_needs_a_model_that_can_rate(tmp_path, capsys, monke
     monkeypatch.setattr(speakrl, "RATER", tmp_path)
     row = "SpeakRL (self-judge)"
     assert row in speakrl.rows_to_make(Settings()) and speakrl.rater(Settings()) == str(tmp_path)
+    for run, start in (("one", Settings().model), ("two", str(tmp_path / "one")), ("three", "a/b")):  # of a trained run, it is the start's
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "settings.json").write_text(json.dumps({"model": start}))
+    assert [speakrl.rater(Settings(model=str(tmp_path / run))) for run in ("one", "two", "three")] == [str(tmp_path)] * 2 + ["a/b"]
     monkeypatch.setattr(speakrl, "RATER", tmp_path / "none")
     monkeypatch.chdir(ROOT)
     for embedded in (Settings().model, "data/tiny", "./data/../data/tiny/"):

@@ -60,6 +60,7 @@ def test_when_is_two_way():
     ("total", ASK, True, GOOD, 1, 1, 0.75, 1.75),
     ("total", ASK, False, None, 1, 0, None, 1.0),  # asking too much is free
     ("format", ASK, True, GOOD, 1, 1, 0.75, 1.0),
+    ("format", ASK, True, FAILED, 1, 1, None, 1.0),  # no judge has a part in this reward
     ("format", ASK, False, None, 1, 0, None, 1.0),
     ("format", BAD, True, None, 0, 0, 0.0, 0.0),
     ("clarify", ASK, True, GOOD, 1, 1, 0.75, 0.75),

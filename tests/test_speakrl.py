@@ -51,7 +51,7 @@ def run_cli(*arguments, cwd=ROOT, **kw):
     (["eval", "--model", "here/grpo-01"], ["here/grpo-01", "no such folder"]),  # looks like a hub id, but for the folder of its name
     (["train", "--data", "/no/such.jsonl"], ["/no/such.jsonl"]), (["train", "--resume", "--out", "/tmp/no-such-run"], ["holds no run"]),
     (["eval", "--multiwoz", "/no/such/folder"], ["/no/such/folder"]), (["train", "--method", "dpo", "--beta", "0"], ["--beta"]),
-    (["compare", "--method", "sft"], ["compare", "--method sft"]), (["compare", "--seeds", "0"], ["--seeds"])])
+    (["eval", "--resume"], ["--resume", "--model"]), (["compare", "--method", "sft"], ["compare", "--method sft"]), (["compare", "--seeds", "0"], ["--seeds"])])
 def test_what_is_mistyped_is_refused_in_one_line(argv, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
@@ -102,7 +102,14 @@ def test_points_are_read_past_a_byte_order_mark_and_crlf(tmp_path):
     ("bad", "line 2: no JSON"), ("[1]", "line 2: no JSON object"), ("{}", "line 2: a decision point needs"), (json.dumps({**ROW, "messages": []}), "line 2: messages"),
     (json.dumps({**ROW, "messages": [{"role": "system", "content": "x"}]}), "line 2: messages"),
     (json.dumps({**ROW, "clarify_expected": "yes"}), "line 2: clarify_expected"),
-    (json.dumps({**ROW, "clarify_expected": True}), "line 2: the rule judge needs")])
+    (json.dumps({**ROW, "clarify_expected": 0}), "line 2: clarify_expected"),
+    (json.dumps({**ROW, "stage": "end"}), "line 2: stage must be one of ask, "),
+    (json.dumps({**ROW, "clarify_expected": True}), "line 2: the rule judge needs"),
+    (json.dumps({**ROW, "clarify_expected": True, "ambiguity": {"kind": "vague", "domain": "pub", "slot": "area", "candidates": ["a", "b"]}}),
+     "line 2: the rule judge cannot read it: "),
+    (json.dumps({"id": "a", "messages": [*ROW["messages"], {"role": "tool", "content": "{no JSON"}], "clarify_expected": True,
+                 "ambiguity": {"kind": "vague", "domain": "restaurant", "slot": "area", "candidates": ["north", "south"]}}),
+     "line 2: the rule judge cannot read it: ")])
 def test_a_bad_line_stops_with_file_line_and_reason(tmp_path, line, words):
     """D06"""
     with pytest.raises(UserError, match=re.escape("d.jsonl, " + words)):
@@ -443,6 +450,20 @@ def test_wilson_interval():
     assert wilson(1.0, 400)[0] < 0.995
 
 
+def test_pass_at_k_leaves_out_what_the_user_ended(monkeypatch):
+    """Goal a: no user, then a success; b: two failures; c: no user at all. pass@2 is 1 of 2."""
+    record = lambda id, success, ended="done": {
+        "id": id, "twin_kind": None, "ambiguous": True, "success": success, "uncorrected": success, "asked": False, "ended": ended,
+        **dict.fromkeys(("turns", "questions", "repeat_questions", "reply_questions", "wrong_bookings", "corrections"), 1)}
+    runs = [[record("a", False, "user_error"), record("b", False), record("c", False, "user_error")],
+            [record("a", True), record("b", False), record("c", False, "user_error")]]
+    monkeypatch.setattr(speakrl, "play_scenarios", lambda policy, scenarios, repeat, settings: runs[repeat])
+    monkeypatch.setattr(speakrl, "goal_record", lambda record: record)
+    monkeypatch.setattr(speakrl, "evaluate_points", lambda *_: {})
+    figures, _ = speakrl.evaluate(None, None, [], Settings(repeats=2))
+    assert (figures["pass_at_k"], figures["success"], figures["user_errors"]) == (0.5, pytest.approx(1 / 3), 3)
+
+
 def test_eval_writes_every_promised_key(tmp_path, capsys):
     assert main(["eval", "--goals", "2", "--repeats", "2", "--show", "1", "--max-new-tokens", "60", "--json", str(tmp_path / "e.json")]) == 0
     figures = json.loads((tmp_path / "e.json").read_text())
@@ -680,7 +701,18 @@ def test_run_folder_holds_what_the_readme_says(whole):
     assert "guard_logp" in metrics[1] and "guard_logp" not in metrics[0]
     assert [e["step"] for e in lines(whole / "evals.jsonl")] == [0, 6]
     samples = lines(whole / "samples.jsonl")
-    assert len(samples) == 48 and {"step", "id", "due", "think", "question", "format", "when", "clarify", "reward", "judge"} <= set(samples[0])
+    assert len(samples) == 48 and {"step", "id", "text", "due", "think", "question", "format", "when", "clarify", "reward", "judge"} <= set(samples[0])
+
+
+def test_resume_takes_the_run_that_was_written_to_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, time in ((1, 30), (2, 20)):  # the second one was started later, and has ended
+        folder = Path(f"runs/grpo-00{number}")
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("")
+        os.utime(folder / "metrics.jsonl", (time, time))
+        os.utime(folder, (10 * number, 10 * number))
+    assert speakrl.newest_run("train") == Path("runs/grpo-001")
 
 
 def test_a_file_cut_inside_a_line_is_cut_back(tmp_path):
@@ -868,6 +900,10 @@ def test_paired_differences_by_hand():
     before = [record("a", 0), record("a", 0), record("b", True), record("c", None), record("d", 1)]
     after = [record("a", 1), record("b", True), record("b", True), record("c", 1)]
     assert paired(before, after, "v") == (pytest.approx(2 / 3), 1.0, 0.5, pytest.approx(0.98))
+    assert paired([*before, {**record("a", 9), "ended": "user_error"}], after, "v") == paired(before, after, "v")  # an outage is no change
+    one = paired([record("a", 0)], [record("a", 1)], "v")
+    assert one[:3] == (0, 1, 1) and math.isnan(one[3])  # one goal says nothing about others
+    assert all(map(math.isnan, paired([record("a", 0)], [record("b", 1)], "v")[2:]))
 
 
 def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, capsys, monkeypatch):
