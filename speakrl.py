@@ -930,10 +930,10 @@ def sync(*paths: Path) -> None:
         os.close(handle)
 
 
-def append_line(path: Path, record: dict) -> None:
-    """One more line of a JSONL file, on disk before we go on."""
+def append_lines(path: Path, *records: dict) -> None:
+    """More lines of a JSONL file, on disk before we go on."""
     with open(path, "a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write("".join(json.dumps(record) + "\n" for record in records))
         file.flush()
         os.fsync(file.fileno())
 
@@ -1158,11 +1158,11 @@ def train(settings: Settings) -> Path:
                 metrics |= guard()
             metrics |= CLAUDE[0].report() if CLAUDE else {}
             metrics["seconds"] = time.time() - began
-            for row in rows:
-                turn = row.pop("turn")._asdict()
-                append_line(folder / "samples.jsonl", {"step": step + 1, **row, "question": turn.pop("clarify"), **turn})
+            if rows:
+                turns = [row.pop("turn")._asdict() for row in rows]
+                append_lines(folder / "samples.jsonl", *({"step": step + 1, **row, "question": turn.pop("clarify"), **turn} for row, turn in zip(rows, turns)))
             if RANK == 0:
-                append_line(folder / "metrics.jsonl", metrics)
+                append_lines(folder / "metrics.jsonl", metrics)
             progress(metrics)
             done = step + 1
             stop = all_sum(torch.tensor([float(stop)])).item() > 0  # a signal to one stops all, after the same step
@@ -1198,7 +1198,7 @@ def record_evaluation(policy: Policy, judge, settings: Settings, folder: Path, s
     settings = dataclasses.replace(settings, split="valid", repeats=1, multiwoz="")
     figures, _ = evaluate(policy, judge, evaluation_scenarios(settings), settings)
     figures.pop("dialogues")
-    append_line(path, {"step": step, **figures})
+    append_lines(path, {"step": step, **figures})
 
 
 def print_evaluations(folder: Path) -> None:

@@ -26,7 +26,7 @@ from data.towns import SPLITS, scenario_pair
 from env import AREAS, DAYS, PRICES, render_chat
 from rewards import DIMENSIONS, RuleJudge, SelfJudge, clarify_reward, rubric_prompt
 
-FIRST_TOWN = 800_000  # of the training split; pretraining and the default run use others
+FIRST_TOWN = 800_000  # of the training split; pretraining with its seed 0 and the default run use others
 # What rubric_prompt wrote, as the roles that the policy knows. The order matters: quotes inside a text are escaped until the last step.
 _STEPS = (("<dialogue>\n[{\"role\": \"", "<|"), ("\"}, {\"role\": \"", "<|end|><|"), ("\", \"content\": \"", "|>"),
           ("\"}]\n</dialogue>\n\n<question>\n\"", "<|end|><|assistant|>"), ("\\u003ctool_call\\u003e", "<tool_call>"),

@@ -79,9 +79,12 @@ def train_and_evaluate(out: Path, name: str, seed: int, splits: list[str], args)
     model = "data/tiny"
     if name != "base":
         model = out / f"{name}-{seed}"
-        if not (model / "checkpoints" / f"step-{Settings.steps:06d}").exists():
-            extra = [f"--{name}"] if "=" in name else []
+        last = model / "checkpoints" / f"step-{Settings.steps:06d}"
+        if not last.exists():
+            extra = [f"--{name}"] * ("=" in name) + ["--resume"] * (model / "settings.json").exists()
             print(f"{model}: trained in {run(args.jobs, 'train', '--seed', seed, '--out', model, *extra):.0f} s", flush=True)
+        if not last.exists():  # Ctrl-C is a good end of `train`
+            raise SystemExit(f"{model} was stopped, and saved; the same command goes on")
     for split in splits:
         file = out / f"{name}-{split}-{seed}.json"
         if not file.exists():
@@ -98,7 +101,7 @@ def main() -> None:
     parser.add_argument("--splits", nargs="+", default=["test", "test-new-words"])
     parser.add_argument("--jobs", type=int, default=2, help="commands at once; one core each is faster than one after the other on two")
     args = parser.parse_args()
-    out = Path(args.out)
+    out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     splits = {"base": args.splits, "default": args.splits, **{change: args.splits[:1] for change in args.change}}
     with ThreadPoolExecutor(args.jobs) as pool:

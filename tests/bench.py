@@ -204,6 +204,8 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
                 some.append(in_process(measure_trl, shape, "", way, folder))
             else:
                 rollout, update = (in_process(measure, shape, part, way, folder) for part in ("rollout", "update"))
+                if not (rollout and update):
+                    raise SystemExit(f"{shape}, {way}: the process that measured died; is there memory enough?")
                 some.append({"rollout": rollout["seconds"], "update": update["seconds"], "tokens": rollout["tokens"], "update_tokens": update["tokens"],
                              "forwarded": (rollout["forwarded"], update["forwarded"]), "rollout_mb": rollout["peak_mb"], "update_mb": update["peak_mb"],
                              "peak_mb": max(rollout["peak_mb"], update["peak_mb"]), "before_mb": update["before_mb"],
@@ -263,9 +265,11 @@ def main() -> None:
         return measure_claude()
     print("| shape | way | forwarded in rollout | in update | rollout s | update s | step s | completion tokens/s | peak MB | MB before | of the limit: "
           "rollout, update | plain / way: step (update) |\n" + "|---" * 12 + "|")
-    found = [compare(shape, args.repeats, args.model) for shape in (GROWTH if args.growth else args.shapes)]
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+    found = []
+    for shape in GROWTH if args.growth else args.shapes:
+        found.append(compare(shape, args.repeats, args.model))
+        if args.json:
+            Path(args.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

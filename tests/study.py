@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,7 +29,7 @@ import random
 import re
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +131,8 @@ CYCLE = 400  # prompts in which the shares below come out exactly
 
 def draw_with_share(share: float):
     """`draw_points` in which this share of the prompts shows an ambiguity that is due or was just resolved, three to one, and the
-    rest clear twins and turns that only act, as in the default: which is a share of one half."""
+    rest clear twins and turns that only act, as in the default: which is a share of one half. Beside the share it differs from the
+    default in that a step's prompts are drawn from a shuffled cycle: at 10 % half of the steps meet no due prompt, the default three each."""
     counts = {"ask": 0.75 * share, "answered": 0.25 * share, "twin": 0.5 * (1 - share), "any": 0.25 * (1 - share), "other": 0.25 * (1 - share)}
 
     def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
@@ -148,8 +150,7 @@ def draw_with_share(share: float):
 TRAINED = {"success": {}, "default": {}, "literal": dict(reward="literal"), "format": dict(reward="format"), "clarify": dict(reward="clarify"),
            **{f"cost={c:g}": dict(reward="total", ask_cost=c) for c in (0.0, 0.1, 0.3, 1.0)},
            "ambiguous=10%": {}, "ambiguous=100%": {}, "shuffled": {},
-           # Completions take about half of max_new_tokens, so this loss is about half as large; eps is compared with the gradient.
-           "constant": dict(norm="constant", adam_eps=Settings.adam_eps / 2)}
+           "constant": dict(norm="constant")}
 REPLACED = {"success": dict(grpo_step=success_step), "shuffled": dict(grpo_step=shuffled_step),
             "ambiguous=10%": dict(draw_points=draw_with_share(0.1)), "ambiguous=100%": dict(draw_points=draw_with_share(1.0))}
 
@@ -159,6 +160,8 @@ def trained(name: str, seed: int, settings: Settings, out: Path) -> str:
     run = out / f"{name}-{seed}"
     settings = dataclasses.replace(settings, seed=seed, out=str(run), goals=min(10, settings.goals), **TRAINED[name],
                                    resume=(run / "settings.json").exists())
+    if name == "constant":  # completions take about half of max_new_tokens, so this loss is about half as large; eps is compared with the gradient
+        settings = dataclasses.replace(settings, adam_eps=settings.adam_eps / 2)
     last = run / "checkpoints" / f"step-{settings.steps:06d}"
     if name in REPLACED and not run.exists():  # its settings.json alone would tell half of the truth
         run.mkdir(parents=True)
@@ -183,17 +186,25 @@ def with_gold_questions(agent, dialogues: list[Dialogue], **more) -> list[Dialog
     return run_dialogues(act, dialogues, **more)
 
 
-def bar(policy, way: str) -> None:
-    """From now on the policy cannot write `<clarify>`; "silent": nor a question mark, so that it cannot ask in a plain reply either."""
-    ids = [policy.tokenizer.encode("<clarify>", add_special_tokens=False)]
-    if way == "silent":
-        ids += [[i] for i in range(len(policy.tokenizer)) if "?" in policy.tokenizer.decode([i])]
-    policy.model.generate = functools.partial(policy.model.generate, bad_words_ids=ids)
+def with_guesses(agent, dialogues: list[Dialogue], **more) -> list[Dialogue]:
+    """run_dialogues in which the careless oracle acts, on a guess, wherever the agent would ask; all other turns are the agent's own."""
+    oracles = {id(d.messages): Oracle(d.scenario.ambiguity, f"{d.scenario.id} guess", ask=0) for d in dialogues}
+
+    def act(histories):
+        texts = agent(histories)
+        turns = [parse_turn(text, more.get("prefilled_think", False)) for text in texts]
+        return [oracles[id(h)](h) if turn.clarify or "?" in (turn.reply or "") else text for h, text, turn in zip(histories, texts, turns)]
+    return run_dialogues(act, dialogues, **more)
+
+
+def bar(policy) -> None:
+    """From now on the policy cannot write `<clarify>`. What it writes instead, after a think that wants to ask, it was never trained on."""
+    policy.model.generate = functools.partial(policy.model.generate, bad_words_ids=[policy.tokenizer.encode("<clarify>", add_special_tokens=False)])
 
 
 # Way of playing: the functions that are replaced meanwhile. "" is as it is.
-PLAYED = {"": {}, "gold": dict(run_dialogues=with_gold_questions), "barred": {}, "silent": {}}
-WAYS = {"base": ("", "gold"), "default": ("", "gold", "barred", "silent")}
+PLAYED = {"": {}, "gold": dict(run_dialogues=with_gold_questions), "guess": dict(run_dialogues=with_guesses), "barred": {}}
+WAYS = {"base": ("", "gold"), "default": ("", "gold", "guess", "barred")}
 
 
 def one_run(work: tuple) -> str:
@@ -207,8 +218,8 @@ def one_run(work: tuple) -> str:
             file = out / f"{name}{'+' * bool(way)}{way}-{seed}.json"
             if not file.exists():
                 policy = Policy(model, settings)
-                if way in ("barred", "silent"):
-                    bar(policy, way)
+                if way == "barred":
+                    bar(policy)
                 with replaced(**PLAYED[way]):
                     judge = speakrl.make_judge(settings, lambda: policy)
                     figures, _ = speakrl.evaluate(policy, judge, evaluation_scenarios(settings), settings)
@@ -254,14 +265,15 @@ def look_at_questions(run: Path, settings: Settings, count: int = 200) -> list[d
 def longer_against_shorter(questions: list[dict]) -> tuple[float | None, float, int]:
     """(difference in success, half of its 95 % interval, questions compared) of longer questions against shorter ones of equal score.
     Each score is cut at its median length (longer: above it); the differences are weighted by their numbers of questions. The interval
-    takes questions as independent, though up to G of them share a decision point: it is the narrowest that could be true."""
+    takes questions as independent, though up to G of them share a decision point; its variances are those of one more success and one
+    more failure on either side, so that it is not 0 where all succeed."""
     terms = []
     for score in sorted({q["score"] for q in questions}):
         some = sorted((q for q in questions if q["score"] == score), key=lambda q: q["tokens"])
         middle = some[(len(some) - 1) // 2]["tokens"]
         short, long = ([q["won"] for q in some if (q["tokens"] > middle) is side] for side in (False, True))
         if long:
-            variance = lambda won: mean(won) * (1 - mean(won)) / len(won)
+            variance = lambda won: (sum(won) + 1) * (len(won) - sum(won) + 1) / (len(won) + 2) ** 2 / len(won)
             terms.append((len(some), mean(long) - mean(short), variance(short) + variance(long)))
     total = sum(n for n, _, _ in terms)
     if not total:
@@ -336,9 +348,10 @@ def tell(title: str, out: Path, names: list[str], seeds: list[int], against: str
             a, b = ([r for r in dialogues[row] if r["ambiguous"] is ambiguous] for row in (against, name))
             cells.append("{:+.3f} ± {:.3f}".format(*paired(a, b, key)[2:]))
         if name != against:
-            rows.append([name, *cells, ", ".join(shown(f["success_uncorrected_ambiguous"]) for f in figures[name])])
+            rows.append([name, *cells, *(", ".join(shown(f[f"success_uncorrected_{kind}"]) for f in figures[name]) for kind in ("ambiguous", "clear"))])
     if rows:
-        print_table(f"change against {against}, paired by goal, 95 % intervals", ["", *CHANGES, "uncorrected, ambiguous, each seed"], rows)
+        print_table(f"change against {against}, paired by goal; the 95 % intervals are over goals, what seeds do stands in the last two columns",
+                    ["", *CHANGES, "uncorrected, ambiguous, each seed", "uncorrected, clear, each seed"], rows)
 
 
 def windows(runs: list[list[dict]], key: str, count: int) -> list[float | None]:
@@ -366,7 +379,7 @@ def tell_curves(out: Path, names: list[str], seeds: list[int], count: int = 15) 
         seen, *lengths = windows(runs[controls[0]], "samples_seen", count), *(windows(runs[name], "think_tokens", count) for name in controls)
         print_table(f"think length in tokens, over seeds {seeds}", ["samples seen", *controls],
                     [[shown(at, 0), *(shown(length, 2) for length in row)] for at, *row in zip(seen, *lengths)])
-        rows = [[name, *map(", ".join, zip(*[[shown(w[0], 2), shown(w[-1], 2), f"{w[-1] - w[0]:+.2f}"] for run in runs[name]
+        rows = [[name, *map(", ".join, zip(*[[shown(w[0], 2), shown(w[-1], 2), "-" if None in (w[0], w[-1]) else f"{w[-1] - w[0]:+.2f}"] for run in runs[name]
                                              for w in [windows([run], "think_tokens", count)]]))] for name in controls]
         print_table("the same, first and last part of the training, each seed", ["", "first", "last", "change"], rows)
 
@@ -418,7 +431,7 @@ def search_one(work: tuple) -> list[dict]:
     name, rate, seed, flags, out = work
     method, *files = COMPARED[name]
     run = out / f"{name.replace(',', '').replace(' ', '-').lower()}-lr={rate:g}-{seed}"
-    settings = parse_settings(["train", "--method", method, "--lr", str(rate), *flags])[1]
+    settings = parse_settings(["train", "--method", method, *flags, "--lr", str(rate)])[1]
     settings = dataclasses.replace(settings, seed=seed, out=str(run), data=str(out / ("sft_both.jsonl" if files[1:] else f"data/{files[0]}")))
     rows = []
     with open(f"{run}.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
@@ -461,11 +474,15 @@ def in_parallel(function, work: list, jobs: int):
         yield from map(function, work)
     else:
         threads = max(1, (os.cpu_count() or 1) // jobs)
+        rest = iter(work)
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (threads,)) as pool:
-            try:
-                yield from (future.result() for future in as_completed([pool.submit(function, one) for one in work]))
-            finally:
-                pool.shutdown(cancel_futures=True)  # what runs ends in order: Ctrl-C reached it too, and it saves
+            # No more is handed over than runs: what lies in the pool's queue cannot be called back. After Ctrl-C, which reaches the
+            # processes too, each of them saves, and the pool waits for that.
+            running = {pool.submit(function, one) for one in itertools.islice(rest, jobs)}
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+                running |= {pool.submit(function, one) for one in itertools.islice(rest, len(done))}
 
 
 def open_study(out: Path, settings: Settings) -> None:
@@ -483,10 +500,13 @@ def study(args, settings: Settings, out: Path) -> None:
     names, seeds = args.only or ["base", *(["larger"] if args.larger else []), *TRAINED], args.seeds
     if unknown := [name for name in names if name not in ("base", "larger", *TRAINED)]:
         raise UserError(f"--only {unknown[0]}: there are base, larger, {', '.join(TRAINED)}")
+    if (settings.method, settings.judge) != ("grpo", "rule"):
+        raise UserError("the study trains with GRPO and the rule judge")
     if settings.data or settings.multiwoz:
         raise UserError("the study is made on generated towns: only there can a dialogue be taken up at a decision point")
     if "larger" in names and not args.larger:
         raise UserError("--only larger needs --larger FOLDER")
+    open_study(out, settings)
     work = [(name, seed, settings, out, args.larger) for seed in seeds for name in names]
     for line in in_parallel(one_run, work, args.jobs):
         print(line, flush=True)
@@ -494,7 +514,7 @@ def study(args, settings: Settings, out: Path) -> None:
     tell(f"rewards and data, {where}", out, names, seeds, "default" if "default" in names else names[0])
     ways = [f"{name}{'+' * bool(way)}{way}" for name in ("base", "larger", "default") if name in names for way in WAYS.get(name, ("",))]
     if ways:
-        tell(f"questions as a cause (+gold: the oracle's put in; +barred: no <clarify>; +silent: nor a question mark), {where}", out, ways, seeds, ways[0])
+        tell(f"questions as a cause (+gold: the oracle's put in; +guess: a guess in its place; +barred: no <clarify>), {where}", out, ways, seeds, ways[0])
     tell_curves(out, [name for name in names if name in TRAINED], seeds)
     if "default" in names:
         tell_questions(out, seeds)
@@ -503,6 +523,7 @@ def study(args, settings: Settings, out: Path) -> None:
 
 def search(args, flags: list[str], settings: Settings, out: Path) -> None:
     """Try learning rates and epochs of the baselines on the data that `compare` gives them, then tell."""
+    open_study(out, settings)
     data = write_town_data(out / "data", settings.towns)
     (out / "sft_both.jsonl").write_text("".join((data / file).read_text() for file in COMPARED["SFT, with twins"][1:]))
     work = [(name, rate, seed, flags, out) for seed in args.seeds for name in ("SFT, with twins", "SFT", "DPO") for rate in RATES[COMPARED[name][0]]]
@@ -526,7 +547,6 @@ def main(argv: list[str] | None = None) -> int:
     out = Path(args.out or ("runs/search" if args.search else "runs/study"))
     try:
         _, settings = parse_settings(["train", *flags])
-        open_study(out, settings)
         search(args, flags, settings, out) if args.search else study(args, settings, out)
     except UserError as error:
         print(f"study: {error}", file=sys.stderr)

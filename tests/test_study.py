@@ -3,7 +3,9 @@ import doctest
 import json
 import os
 import random
+import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +157,36 @@ def test_every_training_differs_from_the_default_in_what_its_name_says():
         speakrl.parse_settings(["train", *flags])  # each is something that speakrl.py accepts
 
 
+def test_a_flag_speaks_to_all_and_a_refused_command_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(speakrl, "train", lambda settings: seen.append(settings))
+    for name in ("default", "constant"):
+        with pytest.raises(speakrl.UserError, match="was stopped"):
+            study.trained(name, 0, Settings(adam_eps=1e-6), tmp_path)
+    assert [s.adam_eps for s in seen] == [1e-6, 5e-7]
+    for refused in (["--judge", "self"], ["--method", "sft"], ["--multiwoz", "x"], ["--only", "larger"], ["--only", "nothing"]):
+        assert study.main(["--out", "s", "--steps", "3", *refused]) == 2 and not (tmp_path / "s").exists(), refused
+    assert "--only nothing" in capsys.readouterr().err
+
+
+def count_up(started: str) -> str:
+    """A run of `in_parallel`: leaves a file, fails if told so."""
+    Path(started).write_text("")
+    if "bad" in started:
+        raise ValueError("bad")
+    time.sleep(1)
+    return started
+
+
+def test_a_failed_run_starts_no_further_one(tmp_path):
+    """Two at a time; the first fails while the second runs. The six others are never begun."""
+    work = [str(tmp_path / name) for name in ("bad", *"bcdefgh")]
+    with pytest.raises(ValueError, match="bad"):
+        list(study.in_parallel(count_up, work, 2))
+    assert sorted(p.name for p in tmp_path.iterdir()) in (["b", "bad"], ["bad"])
+
+
 # ------------------------------------------------------------------------------------------------- ways of playing
 
 def test_gold_questions_are_put_in_where_one_is_due_and_nowhere_else():
@@ -166,16 +198,26 @@ def test_gold_questions_are_put_in_where_one_is_due_and_nowhere_else():
         assert (record["asked"], record["uncorrected"]) == (dialogue.scenario.ambiguity is not None, True), record["id"]
 
 
-@pytest.mark.parametrize("way, barred", [("barred", "<clarify>"), ("silent", "<clarify>"), ("silent", "?")])
-def test_what_is_barred_is_not_written(way, barred):
-    """At the end of a think that says so, the base asks; and inside an open <clarify> it ends its question with a question mark."""
+def test_a_guess_is_put_in_wherever_the_agent_asks_and_nowhere_else():
+    """Of an agent that asks well, in a clarify or in a plain reply: nobody is asked, and clear goals are booked as before."""
+    for ask in (QUESTION, "<think>Hm.</think>Which one?"):
+        dialogues = [start_dialogue(s, ScriptedUser(s)) for seed in range(8) for s in scenario_pair(seed)]
+        oracles = {id(d.messages): Oracle(d.scenario.ambiguity, d.scenario.id) for d in dialogues}
+        own = lambda h: oracles[id(h)](h)
+        study.with_guesses(lambda histories: [ask if "<clarify>" in (text := own(h)) else text for h in histories], dialogues)
+        records = [goal_record(d) for d in dialogues]
+        assert not any(r["asked"] or r["reply_questions"] for r in records) and all(r["uncorrected"] for r in records if not r["ambiguous"])
+        assert 0 < sum(r["uncorrected"] for r in records if r["ambiguous"]) < 8  # a guess may be right
+
+
+def test_what_is_barred_is_not_written():
+    """At the end of a think that says so, the base asks."""
     policy = Policy(Settings().model, Settings(max_new_tokens=24))
-    start = "<think>Ask the user.</think>" + ("<clarify>How many" if barred == "?" else "")
-    prompt = policy.prompt(HISTORY) + policy.tokenizer.encode(start, add_special_tokens=False)
+    prompt = policy.prompt(HISTORY) + policy.tokenizer.encode("<think>Ask the user.</think>", add_special_tokens=False)
     write = lambda: policy.text(policy.sample([prompt], 1, 0, 0.0)[0])
     free = write()
-    study.bar(policy, way)
-    assert barred in free and barred not in write(), (free, write())
+    study.bar(policy)
+    assert "<clarify>" in free and "<clarify>" not in write(), (free, write())
 
 
 # ------------------------------------------------------------------------------------------------- statistics
@@ -186,8 +228,8 @@ def test_longer_against_shorter_at_equal_score_by_hand():
     q = lambda score, tokens, won: {"score": score, "tokens": tokens, "won": won}
     questions = [q(1.0, 9, 0.0), q(1.0, 8, 1.0), q(1.0, 7, 1.0), q(1.0, 8, 0.0), q(0.5, 3, 1.0), q(0.5, 12, 1.0), q(0.2, 5, 1.0), q(0.2, 5, 0.0)]
     difference, half, compared = study.longer_against_shorter(questions)
-    # variance: (2/3 * 1/3) / 3 of the three shorter ones of score 1.0, all others 0; weight 4/6
-    assert (difference, half, compared) == (pytest.approx(-4 / 9), pytest.approx(1.96 * 4 / 6 * (2 / 27) ** 0.5), 6)
+    # variances, with one more success and one more failure each: 3 * 2 / 25 / 3 of the three shorter ones of score 1.0, 2 / 9 of all others
+    assert (difference, half, compared) == (pytest.approx(-4 / 9), pytest.approx(1.96 / 6 * (16 * (0.08 + 2 / 9) + 4 * 4 / 9) ** 0.5), 6)
     assert study.longer_against_shorter([q(0.2, 5, 1.0)]) == (None, 0.0, 0)
 
 
@@ -269,7 +311,7 @@ def test_the_search_at_toy_size_tells_what_was_tried_and_the_best(tmp_path, caps
     def record(policy, judge, settings, folder, step):  # in the place of an evaluation: the rate 1e-3 is the best after two epochs
         good = 0.9 if (settings.lr, settings.method) == (1e-3, "sft") and step > 2 else 0.5
         keys = ("success_uncorrected_ambiguous", "success_uncorrected_clear", "ask_rate_ambiguous", "ask_rate_clear")
-        speakrl.append_line(folder / "evals.jsonl", {"step": step, "success_uncorrected": good, **dict.fromkeys(keys, 0.25)})
+        speakrl.append_lines(folder / "evals.jsonl", {"step": step, "success_uncorrected": good, **dict.fromkeys(keys, 0.25)})
     monkeypatch.setattr(speakrl, "record_evaluation", record)
     monkeypatch.setattr(study, "RATES", {"sft": (1e-4, 1e-3), "dpo": (1e-4,)})
     monkeypatch.setattr(study, "EPOCHS", (1, 2))
