@@ -192,7 +192,7 @@ def with_guesses(agent, dialogues: list[Dialogue], **more) -> list[Dialogue]:
 
     def act(histories):
         texts = agent(histories)
-        turns = [parse_turn(text, more.get("prefilled_think", False)) for text in texts]
+        turns = [parse_turn(text or "", more.get("prefilled_think", False)) for text in texts]
         return [oracles[id(h)](h) if turn.clarify or "?" in (turn.reply or "") else text for h, text, turn in zip(histories, texts, turns)]
     return run_dialogues(act, dialogues, **more)
 
