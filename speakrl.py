@@ -1222,6 +1222,7 @@ COLUMNS = {"success": "success, Avg@{}", "turns": "turns", "success_ambiguous": 
            "ask_rate_ambiguous": "asks, ambiguous", "ask_rate_clear_plain": "asks, plain twin", "ask_rate_clear_db": "asks, database twin",
            "questions_per_dialogue": "questions", "wrong_bookings": "wrong bookings", "success_train": "success where trained",
            "trained_tokens": "trained tokens", "sampled_tokens": "sampled tokens", "seconds": "seconds"}
+EACH_SEED = {key: COLUMNS[key] for key in ("success", "success_uncorrected_ambiguous", "success_uncorrected_clear", "ask_rate_ambiguous")}
 PAIRED = {"success": "success", "uncorrected": "uncorrected", "turns": "turns", "asked": "asks", "wrong_bookings": "wrong bookings"}
 
 
@@ -1246,6 +1247,7 @@ def compare(settings: Settings) -> None:
     dialogues = {name: [r for figures in some for r in figures["dialogues"]] for name, some in rows.items()}
     ours = dialogues.pop("SpeakRL")
     result = {"rows": {name: {key: mean([figures.get(key) for figures in some]) for key in COLUMNS} for name, some in rows.items()},
+              "each_seed": {name: {key: [figures.get(key) for figures in some] for key in EACH_SEED} for name, some in rows.items()},
               "speakrl_minus": {name: {key: paired(theirs, ours, key)[2:] for key in PAIRED} for name, theirs in dialogues.items()}}
     write_json(folder / "compare.json", result)
     (folder / "compare.md").write_text(comparison_table(result, settings))
@@ -1286,7 +1288,7 @@ def compare_one(name: str, budget: int, folder: Path, data: Path, settings: Sett
             file = run.with_suffix(".jsonl")
             file.write_text("".join((data / part).read_text().rstrip("\n") + "\n" for part in files))
         unset = {k: DEFAULTS.get(method, {}).get(k, getattr(Settings, k)) for k in DEFAULTS["compare"] if getattr(settings, k) is None}
-        own = dataclasses.replace(settings, **unset, method=method, data=str(file.resolve()), out=str(run), goals=min(10, settings.goals),
+        own = dataclasses.replace(settings, **unset, method=method, data=str(file.resolve()), out=str(run), goals=1,  # the evaluation follows
                                   resume=(run / "settings.json").exists())
         if name == "SpeakRL (self-judge)":
             own = self_judged(own)
@@ -1347,7 +1349,10 @@ def comparison_table(result: dict, settings: Settings) -> str:
             "goal and seed. `uncorrected` is success without a correction by the user.\n\n"
             + table([label.format(settings.repeats) for label in COLUMNS.values()],
                     [[name, *(show(key, value) for key, value in row.items())] for name, row in result["rows"].items()])
-            + "\nSpeakRL minus the row, paired by goal, with 95 % intervals:\n\n"
+            + "\nEach seed:\n\n"
+            + table([label.format(settings.repeats) for label in EACH_SEED.values()],
+                    [[name, *(", ".join(show(key, value) for value in values) for key, values in row.items())] for name, row in result["each_seed"].items()])
+            + "\nSpeakRL minus the row, paired by goal, with 95 % intervals over goals:\n\n"
             + table(PAIRED.values(), [[name, *(f"{change:+.3f} ± {half:.3f}" for change, half in row.values())]
                                       for name, row in result["speakrl_minus"].items()])
             + "\nA difference smaller than its interval is not resolved; the paper's 0.44 points between SpeakRL and DPO would need one "

@@ -938,7 +938,7 @@ def test_compare_trains_all_on_equal_tokens_and_does_nothing_twice(tmp_path, cap
     ambiguous = {name: {json.loads(line)["ambiguous"] for line in open(out / name)} for name in ("data/sft.jsonl", "sft-with-twins-0.jsonl")}
     assert ambiguous == {"data/sft.jsonl": {True}, "sft-with-twins-0.jsonl": {True, False}}
     table = (out / "compare.md").read_text()
-    assert table in capsys.readouterr().out and table.count("| SFT, with twins |") == 2 and "success, Avg@1" in table
+    assert table in capsys.readouterr().out and table.count("| SFT, with twins |") == 3 and "success, Avg@1" in table
     assert main(["compare", "--resume", "--out", str(out), "--goals", "2"]) == 2  # kept evaluations would not be comparable
     assert "--goals was 1, is 2" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(out)]) == 2 and "compare --resume" in capsys.readouterr().err
