@@ -127,7 +127,8 @@ RATER = ROOT / "data" / "tiny-rater"  # the embedded policy was not taught to ra
 MAY_CHANGE = {"steps", "resume", "out", "goals", "repeats", "json", "show", "save_every", "keep", "town", "split", "multiwoz", "seeds",
               "base_url", "cache", "budget_usd", "zero"}
 # What differs from the defaults above, by method and by command. None: each method's own; a flag that is set speaks to all of them.
-DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8), "dpo": dict(lr=1e-4, adam_eps=1e-8),
+# Those of the baselines were searched for on valid (tests/study.py --search): steps are two epochs of SFT's rows, four of DPO's pairs.
+DEFAULTS = {"sft": dict(prompts=32, norm="token", adam_eps=1e-8, steps=225), "dpo": dict(lr=3e-5, adam_eps=1e-8, steps=117),
             "compare": dict(method="compare", split="test", goals=200, lr=None, adam_eps=None, prompts=None, norm=None)}
 # The paper's own numbers are not published; these are its closest kin's (ToolRL). Its judge is Claude; the model that it names is retired.
 PRESETS = {"paper": dict(model="Qwen/Qwen2.5-7B-Instruct", judge="claude", prompts=512, minibatch=128, group=4, lr=1e-6, adam_eps=1e-8, max_prompt=2048,
