@@ -160,7 +160,7 @@ def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
         return call
 
     with tempfile.TemporaryDirectory() as out:
-        config = GRPOConfig(output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True,
+        config = GRPOConfig(output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
                             max_steps=1, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
                             per_device_train_batch_size=rows, gradient_accumulation_steps=len(prompts) * G // rows, shuffle_dataset=False,
                             temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=None if eos_ids else {"min_new_tokens": c})
