@@ -1,8 +1,10 @@
 """How long a GRPO step takes, and what computing each token once saves: `python tests/bench.py`, an hour on two cores.
 
 Each shape is timed plain (every completion carries its prompt through the network, all logits at once), shared (`grpo.prefill`,
-`grpo.head_logprobs`), and by TRL's GRPOTrainer where TRL is installed, in turn and in one run, each measurement in a process of its
-own, so that its peak of memory is its own. TRL runs at the fastest of 1, 4, 8 and 16 rows a device batch. "forwarded" are the tokens
+`grpo.head_logprobs`), shared with `--checkpointing`, and by TRL's GRPOTrainer where TRL is installed, in turn and in one run, each
+measurement in a process of its own, so that its peak of memory is its own; each does its work twice, and the faster counts, since a
+process meets memory for the first time in the other. TRL runs once with 1, 4, 8 and 16 rows a device batch, and in turn with the
+others at the fastest of these. "forwarded" are the tokens
 that went through the network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each
 weight and forwarded token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of
 matrices; in the rollout, the seconds with a bare loop that does nothing but forward B rows token by token. The optimiser's own time is
@@ -87,6 +89,8 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     else:
         completions = grpo.sample(model, prompts, G, **how) if eos_ids else torch.randint(3, 49152, (len(prompts) * G, c)).tolist()
         weight_B, adv_B = torch.full((len(completions),), 0.01), torch.linspace(-1, 1, len(completions))
+        if way == "checkpointing":
+            grpo.checkpoint_layers(model)
 
         def run():
             model.zero_grad()
@@ -96,7 +100,7 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     before = peak_mb()
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
-    for _ in range(3 if shape == "default" else 1):
+    for _ in range(3 if shape == "default" else 2):
         forwarded.clear()
         began = time.time()
         tokens = sum(map(len, run()))
@@ -130,8 +134,8 @@ def product_rate(n: int = 1536) -> float:
 
 
 def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
-    """One step of TRL's GRPOTrainer on the same model, prompts and lengths, `way` is "trl N" for N rows a device batch; rollout and
-    update of one step, None where TRL is not installed. A tokenizer whose words are the ids makes the prompts the same ids."""
+    """Two steps of TRL's GRPOTrainer on the same model, prompts and lengths, `way` is "trl N" for N rows a device batch; rollout and
+    update of the faster, None where TRL is not installed. A tokenizer whose words are the ids makes the prompts the same ids."""
     import logging
     try:
         from datasets import Dataset
@@ -139,13 +143,14 @@ def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
     except ImportError:
         return pipe.send(None)
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, PrinterCallback
     logging.disable()
     model, prompts, G, c, eos_ids = build(shape, folder)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t2"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{(eos_ids or [1])[0]}", pad_token="t0")
-    rows, spent, lengths = int(way.split()[1]), {"rollout": 0.0, "step": 0.0}, []
+    rows, spent, lengths = int(way.split()[1]), {"rollout": [], "step": []}, []
+    cuts = len(prompts) * G // rows
 
     def reward(completion_ids, **_):
         lengths.extend(map(len, completion_ids))
@@ -155,22 +160,24 @@ def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
         def call(*args, **kwargs):
             began = time.time()
             result = function(*args, **kwargs)
-            spent[name] += time.time() - began
+            spent[name].append(time.time() - began)
             return result
         return call
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-                            max_steps=1, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
-                            per_device_train_batch_size=rows, gradient_accumulation_steps=len(prompts) * G // rows, shuffle_dataset=False,
+                            max_steps=2, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
+                            per_device_train_batch_size=rows, gradient_accumulation_steps=cuts, shuffle_dataset=False,
                             temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=None if eos_ids else {"min_new_tokens": c})
         trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
                               train_dataset=Dataset.from_list([{"prompt": " ".join(f"t{i}" for i in p)} for p in prompts]))
+        trainer.remove_callback(PrinterCallback)
         trainer._generate_and_score_completions = timed("rollout", trainer._generate_and_score_completions)
         trainer.training_step = timed("step", trainer.training_step)
         before = peak_mb()
         trainer.train()
-    pipe.send({"rollout": spent["rollout"], "update": spent["step"] - spent["rollout"], "tokens": sum(lengths), "before_mb": before, "peak_mb": peak_mb()})
+    update = min(sum(spent["step"][k * cuts:(k + 1) * cuts]) - rollout for k, rollout in enumerate(spent["rollout"]))
+    pipe.send({"rollout": min(spent["rollout"]), "update": update, "tokens": sum(lengths) // 2, "before_mb": before, "peak_mb": peak_mb()})
 
 
 def in_process(function, *args):
@@ -190,7 +197,7 @@ def in_process(function, *args):
 
 def compare(shape: str, repeats: int, folder: str) -> dict:
     """{way: {rollout, update, step in seconds, and the rest}}, medians of `repeats` rounds; rows of the table, printed as they come."""
-    runs: dict[str, list[dict]] = {"plain": [], "shared": []}
+    runs: dict[str, list[dict]] = {"plain": [], "shared": [], "checkpointing": []}
     theirs = {}
     if shape in SHAPES:
         rows = SHAPES[shape][0] * SHAPES[shape][1] if SHAPES[shape] else 64
@@ -210,7 +217,7 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
                              "forwarded": (rollout["forwarded"], update["forwarded"]), "rollout_mb": rollout["peak_mb"], "update_mb": update["peak_mb"],
                              "peak_mb": max(rollout["peak_mb"], update["peak_mb"]), "before_mb": update["before_mb"],
                              "of_limit": (rollout["limit_seconds"] / rollout["seconds"], update["limit_seconds"] / update["seconds"])})
-    for way, some in runs.items():
+    for way, some in {**runs, **{way: [run] for way, run in theirs.items() if way not in runs}}.items():
         middle = {part: statistics.median(run[part] for run in some) for part in ("rollout", "update")}
         step = sum(middle.values())
         ratio = "" if way == "plain" else f"{(sum(plain.values())) / step:.1f} ({plain['update'] / middle['update']:.1f})"
