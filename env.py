@@ -809,8 +809,8 @@ class ModelUser:
         if reply.text is None:
             return "", "error"
         text, outcome = user_part(reply.text)
-        if outcome == "done" and text and self.open and not self.asked_to_wait:
-            self.asked_to_wait, outcome = True, "continue"  # "Yes, book it." and the sign: the agent still has to do it
+        if outcome == "done" and self.open and not self.asked_to_wait:  # "Yes, book it." and the sign, or the sign alone: the
+            self.asked_to_wait, outcome, text = True, "continue", text or "Please go on."  # agent still has to do it
         if not text and outcome == "continue":
             return "", "error"
         self.messages.append({"role": "assistant", "content": text or "Goodbye."})

@@ -17,11 +17,12 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
 here, but that `sample` needs `prefill` and `make_room`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
-`checkpoint_layers` trades time for memory in all of them. Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
+`checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
+Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
-1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without; the clip and a small learning rate
-   are all that holds the policy near its start. It saves a second copy of the weights and a forward pass.
+1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without. It saves a second
+   copy of the weights and a forward pass; what holds the policy near its start is that the steps are few and small.
 2. The two sides of the clip are separate numbers (low, high). Equal ones, (0.2, 0.2), are the textbook.
 3. A reward can be unknown (NaN: the judge was not reachable). Such a row leaves mean, std, loss and denominator; it
    is never counted as 0. A group without differences has advantages of exactly 0.

@@ -13,7 +13,7 @@ training loop with its checkpoints (5), the comparison (6), the commands (7). Wh
 rewards.py and grpo.py.
 
 Where this departs from the textbook:
-1. No reference model and no KL: nothing but the clip holds the policy to its start, so a guard measures whether acting decays.
+1. No reference model and no KL: nothing pulls the policy back to its start, so a guard measures whether acting decays.
 2. An example is one decision point of a dialogue, not a rollout through the simulator: the history is given, one turn is sampled.
 3. Groups without differences are not forwarded, but keep their place in the denominator.
 4. Random streams are derived from (seed, purpose, step), never saved: a resumed run repeats the uninterrupted one bit for bit.
@@ -52,7 +52,8 @@ from rewards import (MODES, ClaudeJudge, Reply, Request, RuleJudge, SelfJudge, S
 ROOT = Path(__file__).resolve().parent
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # this process, of so many; from torchrun
 # Of a step's prompts: a question is due; was just answered; would be due in the ambiguous twin; is not, as any place will do; the rest.
-STAGE_SHARES = {"ask": 0.375, "answered": 0.125, "twin": 0.25, "any": 0.125, "other": 0.125}
+STAGES = ("ask", "answered", "twin", "any", "other")  # of a decision point: why one asks there, or not
+CYCLE = ("ask", "twin", "ask", "other", "ask", "twin", "answered", "any")  # the stages of eight prompts, one after the other
 SIDES = {"sft": ("completion",), "dpo": ("chosen", "rejected")}  # what an example of a baseline's data holds beside its prompt
 
 
@@ -84,7 +85,7 @@ class Settings:
     norm: str = "sequence"       # grpo, sft: what the loss is a mean over: sequence, token, constant
     temperature: float = 1.0     # of sampling, and of the log-probs in the loss
     max_prompt: int = 900        # tokens; a longer training point is dropped and counted, a longer dialogue ends context_full
-    max_new_tokens: int = 90     # tokens of a completion
+    max_new_tokens: int = 90     # tokens of a completion; sft, dpo: examples with a longer turn are dropped and counted
     micro_tokens: int = 4096     # tokens forwarded at once in the update, padding counted (dpo: always the turns of one pair)
     dtype: str = "fp32"          # of forward and backward passes: fp32 or bf16; weights, optimiser and log-softmax are float32 always
     checkpointing: bool = False  # keep only the inputs of layers for the backward pass and compute the rest again: less memory, more time
@@ -172,6 +173,10 @@ def parse_settings(argv: list[str]) -> tuple[str, Settings]:
         value = getattr(settings, name)
         if value is not None and not (math.isfinite(value) and (value > 0 or (name in ("lr", "ask_cost") and value == 0))):
             raise UserError(f"--{name.replace('_', '-')} is {value}, it must be a positive number")
+    if not 0 <= settings.town < len(SPLITS) * 10**6:
+        raise UserError(f"--town is {settings.town}, it must be from 0 to {len(SPLITS) * 10**6 - 1}")
+    if settings.json and not Path(settings.json).parent.is_dir():
+        raise UserError(f"--json {settings.json}: there is no folder {Path(settings.json).parent}")
     if not 0 <= settings.budget_usd < math.inf:
         raise UserError(f"--budget-usd is {settings.budget_usd}, it must be a number of dollars, or 0 for no limit")
     if settings.minibatch and (settings.prompts or Settings.prompts) % settings.minibatch:
@@ -227,14 +232,20 @@ class Policy:
             raise UserError(f"--device {settings.device}: torch finds no CUDA device here; leave the flag away to train on the CPU")
         if settings.dtype == "bf16" and not has_bf16(settings.device):
             raise UserError(f"--dtype bf16: {settings.device} has no bfloat16 arithmetic here; train with --dtype fp32")
-        path = newest_checkpoint(path) or path
+        last = newest_checkpoint(path)
+        if not last and (Path(path) / "SHA256SUMS").exists() and (fault := damage(Path(path))):
+            raise UserError(f"--model {path} is damaged: {fault}")
+        path = last or path
         if not Path(path).exists() and (path.startswith((".", "/")) or path.count("/") != 1 or Path(path).parent.is_dir()):
             raise UserError(f"--model {path}: no such folder, and no hub id such as Qwen/Qwen2.5-0.5B-Instruct")
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             # Never a pickle, never code that comes with a model: both could do anything.
-            self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True).to(settings.device)
-        except (OSError, ValueError, SafetensorError) as error:
+            self.model, loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+            if missing := sorted(loaded["missing_keys"]):  # transformers would fill them with random numbers
+                raise ValueError(f"it lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}")
+            self.model.to(settings.device)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise UserError(f"--model {path} cannot be loaded: {str(error).splitlines()[0]}") from error
         self.model.eval()  # and stays so: with dropout, the ratio of two passes over the same weights would not be 1
         if settings.checkpointing:
@@ -418,7 +429,7 @@ def read_points(path: str, judge: str) -> list[dict]:
                 judge_question(point["messages"], "Which one?", point["ambiguity"])
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return f"the rule judge cannot read it: {error!r}"
-        return "" if point.get("stage", "other") in STAGE_SHARES else f"stage must be one of {', '.join(STAGE_SHARES)}"
+        return "" if point.get("stage", "other") in STAGES else f"stage must be one of {', '.join(STAGES)}"
     return [{"ambiguity": None, **point} for point in read_jsonl(path, wrong)]
 
 
@@ -453,7 +464,8 @@ def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[
         else:
             stages.setdefault(stage, []).append({**point, "prompt": prompt})
     if not stages:
-        raise UserError(f"no decision point is left: {dropped} are longer than --max-prompt {settings.max_prompt}")
+        raise UserError(f"no decision point is left: of {len(points)}, {dropped} are longer than --max-prompt {settings.max_prompt}, and --reward "
+                        f"{settings.reward} {'has no use for the others' if len(points) > dropped else 'is not to blame'}")
     return stages, dropped
 
 
@@ -463,23 +475,26 @@ def points_of_pair(pair: tuple[Scenario, Scenario]) -> list[dict]:
     return decision_points(ambiguous) + decision_points(clear, twin_of=ambiguous.ambiguity)
 
 
-def draw(items: list, count: int, step: int, *key) -> list:
-    """The `count` items of a step, a function of (key, step) alone: all are gone through in a random order, then in another."""
-    drawn, k = [], step * count
+def draw(items: list, first: int, count: int, *key) -> list:
+    """`count` items from number `first` on of an endless sequence, a function of key: all in a random order, then in another."""
+    drawn = []
     while len(drawn) < count:
+        k = first + len(drawn)
         order = list(range(len(items)))
         random.Random(stream(*key, k // len(items))).shuffle(order)
         drawn += [items[i] for i in order[k % len(items):][:count - len(drawn)]]
-        k = step * count + len(drawn)
     return drawn
 
 
 def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
     """The P decision points of a step, by stage, never by this run's rewards."""
-    present = {s: share for s, share in STAGE_SHARES.items() if s in stages}
-    counts = {s: int(settings.prompts * share / sum(present.values())) for s, share in present.items()}
-    counts[next(iter(counts))] += settings.prompts - sum(counts.values())
-    return [p for stage, count in counts.items() for p in draw(stages[stage], count, step, settings.seed, "order", stage)]
+    cycle = [stage for stage in CYCLE if stage in stages]
+    points = []
+    for stage in (stage for stage in STAGES if stage in stages):
+        first, end = (n // len(cycle) * cycle.count(stage) + cycle[:n % len(cycle)].count(stage)  # of n prompts, those of this stage
+                      for n in (step * settings.prompts, (step + 1) * settings.prompts))
+        points += draw(stages[stage], first, end - first, settings.seed, "order", stage)
+    return points
 
 
 def training_examples(settings: Settings, policy: Policy) -> tuple[list[dict], int]:
@@ -633,7 +648,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     old_logp: dict[int, torch.Tensor] = {}
     if len(updates) * settings.epochs > 1:  # fixed before the first update; for a single update the new ones are the old ones
         with torch.no_grad():
-            for rows in cut(range(P)):
+            for rows in (rows for prompts in updates for rows in cut(prompts)):  # cut as below: the ratio is then 1 to the last bit
                 logp_BT, mask_BT = logprobs(rows)
                 old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
 
@@ -716,7 +731,7 @@ def add_reference(pairs: list[dict], policy: Policy, settings: Settings, done: i
     Computed once, so that no second model stays in memory, and pair by pair as in training, so that the first margin is exactly 0."""
     from tqdm import tqdm  # comes with transformers
     start = policy if done == 0 else Policy(settings.model, settings)
-    drawn = {id(p): p for step in range(done, settings.steps) for p in draw(pairs, settings.prompts, step, settings.seed, "order")[RANK::WORLD]}
+    drawn = {id(p): p for step in range(done, settings.steps) for p in draw(pairs, step * settings.prompts, settings.prompts, settings.seed, "order")[RANK::WORLD]}
     for pair in tqdm(drawn.values(), unit="pair", disable=RANK > 0 or not sys.stderr.isatty(), leave=False):
         pair["reference"] = pair_logprobs(start, pair)
 
@@ -1025,12 +1040,13 @@ def open_run(settings: Settings) -> tuple:
     resume another, and to share a folder; the lock holds until it is closed or forgotten, or its process dies."""
     used = sorted(Path("runs").glob(f"{settings.method}-[0-9][0-9][0-9]"))
     folder = Path(settings.out or f"runs/{settings.method}-{int(used[-1].name[-3:]) + 1 if used else 1:03d}")
-    settings = dataclasses.replace(settings, out=str(folder))
+    # The start as it is now: a run may be trained on, and DPO's reference is made again when a run is resumed.
+    settings = dataclasses.replace(settings, out=str(folder), model=newest_checkpoint(settings.model) or settings.model)
     all_sum(torch.zeros(1))  # all processes have named the same folder, before there is one
     lock = take_folder(folder, settings) if RANK == 0 else None
     all_sum(torch.zeros(1))
-    checkpoint = newest_checkpoint(str(folder)) if settings.resume else None
-    return settings, folder, checkpoint and Path(checkpoint), lock
+    checkpoint = max((folder / "checkpoints").glob("step-*"), default=None) if settings.resume else None  # the damaged ones are out of the way
+    return settings, folder, checkpoint, lock
 
 
 def take_folder(folder: Path, settings: Settings):
@@ -1107,7 +1123,7 @@ def training_step(settings: Settings, policy: Policy, judge, done: int) -> tuple
             add_reference(examples, policy, settings, done)
         one_step = {"sft": sft_step, "dpo": dpo_step}[settings.method]
         take_step = lambda optimiser, step: (
-            one_step(policy, optimiser, draw(examples, settings.prompts, step, settings.seed, "order"), settings, step), [])
+            one_step(policy, optimiser, draw(examples, step * settings.prompts, settings.prompts, settings.seed, "order"), settings, step), [])
     return take_step, f"{about}, {dropped} too long"
 
 
@@ -1138,7 +1154,7 @@ def train(settings: Settings) -> Path:
     guard = Guard(policy) if settings.guard_every and RANK == 0 else None
     if done == 0 and RANK == 0:
         record_evaluation(policy, judge, settings, folder, 0)
-    stop = False
+    stop = stopping = False
 
     def interrupt(signum, frame):
         nonlocal stop
@@ -1166,10 +1182,10 @@ def train(settings: Settings) -> Path:
                 append_lines(folder / "metrics.jsonl", metrics)
             progress(metrics)
             done = step + 1
-            stop = all_sum(torch.tensor([float(stop)])).item() > 0  # a signal to one stops all, after the same step
-            if stop or done % settings.save_every == 0 or done == settings.steps:
+            stopping = all_sum(torch.tensor([float(stop)])).item() > 0  # a signal to one stops all, after the same step
+            if stopping or done % settings.save_every == 0 or done == settings.steps:
                 save_checkpoint(folder / "checkpoints", done, policy, optimiser, state, settings.keep)
-            if stop:
+            if stopping:
                 break
     except Stop:  # raised by the judge, before the update of its step: the weights are still those of step `done`
         if done:
@@ -1181,12 +1197,12 @@ def train(settings: Settings) -> Path:
         progress.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if stop:
+    if stopping:
         print(f"stopped after step {done}; go on with: python speakrl.py train --resume --out {folder}", flush=True)
     elif RANK == 0:
         record_evaluation(policy, judge, settings, folder, done)
         print_evaluations(folder)
-        print(f"\nthe trained policy: {newest_checkpoint(str(folder))}", flush=True)
+        print(f"\nthe trained policy: --model {folder}", flush=True)
     return folder
 
 
@@ -1317,7 +1333,7 @@ def steps_for(tokens: int, settings: Settings) -> int:
     examples, _ = training_examples(settings, Policy(settings.model, settings))
     steps = 0
     while tokens > 0:
-        tokens -= sum(e["tokens"] for e in draw(examples, settings.prompts, steps, settings.seed, "order"))
+        tokens -= sum(e["tokens"] for e in draw(examples, steps * settings.prompts, settings.prompts, settings.seed, "order"))
         steps += 1
     return steps
 
@@ -1362,7 +1378,7 @@ def comparison_table(result: dict, settings: Settings) -> str:
 
 def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, float, float, float]:
     """(mean before, mean after, change, half its 95 % interval) of dialogue records, paired by goal. Seeds and repeats are
-    averaged within a goal, so the interval speaks of other goals, not of other seeds. nan: no goal in common; of one, no interval."""
+    averaged within a goal, so the interval speaks of other goals, not of other seeds. nan: no goal (in common); of one, no interval."""
     def by_goal(records):
         goals: dict[str, list[float]] = {}
         for r in records:
@@ -1373,7 +1389,7 @@ def paired(before: list[dict], after: list[dict], key: str) -> tuple[float, floa
     changes = [b[goal] - a[goal] for goal in a if goal in b]
     change = mean(changes) if changes else math.nan
     spread = math.sqrt(sum((c - change) ** 2 for c in changes) / (len(changes) - 1) / len(changes)) if changes[1:] else math.nan
-    return mean(a.values()), mean(b.values()), change, 1.96 * spread
+    return *(mean(side.values()) if side else math.nan for side in (a, b)), change, 1.96 * spread
 
 
 # ------------------------------------------------------------------------------------------------- 7. the commands
@@ -1392,8 +1408,9 @@ def make_judge(settings: Settings, policy):
 def rater(settings: Settings) -> str:
     """Folder or hub id of the model that is the frozen self-judge: the start, also where a trained run is evaluated."""
     start = settings.model
-    while (Path(start) / "settings.json").exists():
-        start = saved_settings(Path(start))["model"]
+    run_of = lambda start: Path(start).parents[1] if Path(start).parent.name == "checkpoints" else Path(start)
+    while (run_of(start) / "settings.json").exists():
+        start = saved_settings(run_of(start))["model"]
     embedded = Path(start).resolve() == Path(Settings.model)
     if embedded and settings.self_judge == "current":
         raise UserError("--self-judge current: the embedded policy was not taught to rate; --self-judge frozen takes a copy that was")
@@ -1452,11 +1469,13 @@ def run_eval(settings: Settings) -> None:
         print(transcript(dialogue) + "\n")
     where = settings.multiwoz or f"{settings.goals} ambiguous goals and their clear twins of {settings.split}"
     print(f"{settings.model} on {where}, {settings.repeats} repeat(s), temperature {settings.temperature}")
-    for label, name in SHOWN:
+    for label, name in (*SHOWN, *[("success in any repeat", "pass_at_k")] * (settings.repeats > 1)):
         if figures[name] is not None:
             low, high = figures["intervals"].get(name, (None, None))
             print(f"{label:<28}{figures[name]:>8.3f}" + (f"   [{low:.3f}, {high:.3f}]" if low is not None else ""))
     print("ended: " + ", ".join(f"{reason} {count}" for reason, count in figures["ended"].items()))
+    if left_out := {name: figures[name] for name in ("user_errors", "judge_failed", "without_booking") if figures.get(name)}:
+        print("left out: " + ", ".join(f"{name} {count}" for name, count in left_out.items()))
     if settings.json:
         spent = CLAUDE[0].report() if CLAUDE else {}
         write_json(Path(settings.json), {"settings": dataclasses.asdict(settings), **figures, **spent})
@@ -1491,8 +1510,10 @@ def run_data(settings: Settings) -> None:
             statistics = build(out, settings.n, settings.seed, settings.multiwoz, progress=lambda kept: bar.update(kept - bar.n), complete=complete)
     except DataError as error:
         raise UserError(f"--multiwoz: {error}") from error
+    except BlockingIOError as error:
+        raise UserError(f"another process is writing to {out}: wait for its end, or name another folder with --out") from error
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error}") from error
+        raise UserError(f"{out} cannot be built: {error}") from error
     print(f"{out}:\n{report(statistics)}")
 
 
@@ -1532,7 +1553,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{speaker}: {error}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{speaker}: stopped at once; the last checkpoint is complete", file=sys.stderr)
+        print(f"\n{speaker}: stopped at once" + "; the last checkpoint is complete" * (command in ("train", "compare")), file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -11,6 +11,7 @@ Rules plan and word the dialogues; a language model may then write them anew (`r
 """
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -674,8 +675,9 @@ def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes:
     """Write n ambiguous dialogues and what belongs to them into the folder `out`; returns the statistics.
 
     The same bytes for the same (n, seed, goals), whatever the number of processes: attempts are numbered, and taken in order.
-    Files are written beside and renamed when all are complete; an interruption leaves those of before. Fewer than n are
-    written if 20 n attempts do not suffice. Raises DataError for a folder that is no MultiWOZ.
+    Files are written beside and renamed, one after the other, when all are complete; an interruption before leaves the old ones. Fewer
+    than n are written if 20 n attempts do not suffice. Raises DataError for a folder that is no MultiWOZ, BlockingIOError if another
+    process is building in `out`.
     `complete(requests) -> replies`: a language model that writes the words anew (`rewritten`), 256 dialogues at a time and no more
     than are still wanted; then all runs in this process, and the bytes are the same for the same replies.
     """
@@ -683,9 +685,16 @@ def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes:
     human = human_turns(multiwoz) if multiwoz else []
     if multiwoz:
         scenarios(multiwoz, "train")  # here and now, so that a wrong folder is refused in this process
+    out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out, os.O_RDONLY)
     part = out / ".part"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    except OSError:
+        os.close(lock)
+        raise
     tally, by_goal, wordings = Tally(), {}, set()
     pool = None if complete else multiprocessing.Pool(processes, _start, (seed, multiwoz))
 
@@ -729,6 +738,7 @@ def build(out: str | Path, n: int, seed: int = 0, multiwoz: str = "", processes:
         for file in files.values():
             file.close()
         shutil.rmtree(part, ignore_errors=True)
+        os.close(lock)
     return statistics
 
 

@@ -150,7 +150,7 @@ def _clean_goal(goal: dict, where: str) -> dict:
 
 
 def plain_message(goal: dict) -> list[str]:
-    """The goal in MultiWOZ's own words, for a model that plays the user; without the HTML.
+    """The goal in MultiWOZ's own words, as a person who played the user read it; without the HTML.
 
     >>> plain_message({"message": ["You want a <span class='emphasis'>cheap</span> hotel"]})
     ['You want a cheap hotel']

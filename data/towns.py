@@ -343,9 +343,9 @@ POSSIBLE = {"restaurant": KINDS, "hotel": KINDS, "train": ("underspecified", "va
 
 def scenario_pair(seed: int, domains: tuple = BASE_DOMAINS, kinds: tuple = BASE_KINDS, invented: float = 0.0
                   ) -> tuple[Scenario, Scenario]:
-    """(ambiguous scenario, its clear twin) of the town `seed`, a function of the arguments alone.
+    """(ambiguous scenario, its clear twin) of the town `seed`, a function of the arguments alone. ValueError: a seed in no split.
 
-    A dialogue has one to three domains, one of them ambiguous, first or later. Twins: "plain", the user says it (or that any
+    A dialogue has one to three of `domains` (the default has two), one of them ambiguous, first or later. Twins: "plain", the user says it (or that any
     will do); "db", for half of the branch and underspecified ones, the same words in a town where one candidate is left.
     """
     rng = random.Random(f"town {seed}")

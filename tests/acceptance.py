@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from speakrl import Settings, paired  # noqa: E402
+from speakrl import paired  # noqa: E402
 
 
 def run(jobs: int, *arguments) -> float:
@@ -37,7 +37,7 @@ def table(out: Path, split: str, seeds: list[int], name: str) -> None:
 
     def row(label, key, keep):
         before, after, change, half = paired(list(filter(keep, a)), list(filter(keep, b)), key)
-        each = [sum(float(r[key] or 0) for r in f["dialogues"] if keep(r)) / sum(map(keep, f["dialogues"])) for f in trained]
+        each = [sum(float(r[key] or 0) for r in f["dialogues"] if keep(r)) / max(1, sum(map(keep, f["dialogues"]))) for f in trained]
         print(f"| {label} | {before:.3f} | {after:.3f} | {change:+.3f} ± {half:.3f} | {', '.join(f'{v:.3f}' for v in each)} |")
 
     rows = [("success without a correction", "uncorrected"), ("success", "success"), ("asks", "asked"), ("turns", "turns"),
@@ -79,14 +79,17 @@ def train_and_evaluate(out: Path, name: str, seed: int, splits: list[str], args)
     model = "data/tiny"
     if name != "base":
         model = out / f"{name}-{seed}"
-        last = model / "checkpoints" / f"step-{Settings.steps:06d}"
-        if not last.exists():
+        whole = lambda: (model / "settings.json").exists() and (
+            model / "checkpoints" / f"step-{json.loads((model / 'settings.json').read_text())['steps']:06d}").exists()
+        if not whole():
             extra = [f"--{name}"] * ("=" in name) + ["--resume"] * (model / "settings.json").exists()
             print(f"{model}: trained in {run(args.jobs, 'train', '--seed', seed, '--out', model, *extra):.0f} s", flush=True)
-        if not last.exists():  # Ctrl-C is a good end of `train`
+        if not whole():  # Ctrl-C is a good end of `train`
             raise SystemExit(f"{model} was stopped, and saved; the same command goes on")
     for split in splits:
         file = out / f"{name}-{split}-{seed}.json"
+        if file.exists() and json.loads(file.read_text())["settings"]["goals"] != args.goals:
+            raise SystemExit(f"{file} holds another number of goals than {args.goals}: delete it, or name another --out")
         if not file.exists():
             took = run(args.jobs, "eval", "--model", model, "--split", split, "--goals", args.goals, "--seed", seed, "--json", file)
             print(f"{file.name}: {took:.0f} s", flush=True)

@@ -7,8 +7,8 @@ process meets memory for the first time in the other. TRL runs once with 1, 4, 8
 others at the fastest of these. "forwarded" are the tokens
 that went through the network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each
 weight and forwarded token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of
-matrices; in the rollout, the seconds with a bare loop that does nothing but forward B rows token by token. The optimiser's own time is
-left out everywhere. Times are of this machine and noisy: compare within a run.
+matrices; in the rollout, the seconds with a bare loop that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is
+left out everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
 `--growth`: how the cost grows with G, with the prompt, and with the width of the model. `--model FOLDER`: these weights for the shapes
 of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
@@ -81,6 +81,7 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     import torch
     import grpo
     model, prompts, G, c, eos_ids = build(shape, folder)
+    prefill = grpo.prefill
     how = dict(max_new_tokens=c, temperature=1.0, eos_ids=eos_ids, pad_id=0, seed=0)
     if part == "rollout":
         if way == "plain":
@@ -89,6 +90,7 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     else:
         completions = grpo.sample(model, prompts, G, **how) if eos_ids else torch.randint(3, 49152, (len(prompts) * G, c)).tolist()
         weight_B, adv_B = torch.full((len(completions),), 0.01), torch.linspace(-1, 1, len(completions))
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
         if way == "checkpointing":
             grpo.checkpoint_layers(model)
 
@@ -100,11 +102,14 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     before = peak_mb()
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
-    for _ in range(3 if shape == "default" else 2):
+    for _ in range(2):
         forwarded.clear()
         began = time.time()
         tokens = sum(map(len, run()))
         times.append(time.time() - began)
+        if part == "update":
+            optimiser.step()  # its moments are in the memory of every update but the first
+    grpo.prefill = prefill
     found = {"seconds": min(times), "tokens": tokens, "forwarded": sum(forwarded), "before_mb": before, "peak_mb": peak_mb()}
     if part == "rollout":
         began = time.time()

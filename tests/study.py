@@ -137,7 +137,7 @@ def draw_with_share(share: float):
 
     def draw_points(stages: dict[str, list[dict]], step: int, settings: Settings) -> list[dict]:
         def cycle(number):
-            points = [p for stage, part in counts.items() for p in draw(stages[stage], round(part * CYCLE), number, settings.seed, "order", stage)]
+            points = [p for stage, part in counts.items() for p in draw(stages[stage], number * round(part * CYCLE), round(part * CYCLE), settings.seed, "order", stage)]
             random.Random(stream(settings.seed, "order", number)).shuffle(points)
             return points
         places = range(step * settings.prompts, (step + 1) * settings.prompts)
@@ -254,7 +254,8 @@ def look_at_questions(run: Path, settings: Settings, count: int = 200) -> list[d
     early, late = set(asked[:count]), set(asked[-count:])
     chosen = sorted(early | late)
     some = [samples[k] for k in chosen]
-    won = roll_out(policy, [s["id"] for s in some], [f"<think>{s['think']}</think><clarify>{s['question']}</clarify>" for s in some],
+    opened = "" if policy.prefilled_think else "<think>"
+    won = roll_out(policy, [s["id"] for s in some], [f"{opened}{s['think']}</think><clarify>{s['question']}</clarify>" for s in some],
                    stream(settings.seed, "questions"))
     return [{"early": k in early, "late": k in late, "in_first": k < count, "in_last": k >= len(samples) - count,
              "tokens": len(policy.tokenizer.encode(s["question"], add_special_tokens=False)), "score": s["clarify"],
@@ -469,7 +470,7 @@ def tell_search(rows: list[dict], seeds: list[int]) -> None:
 # ------------------------------------------------------------------------------------------------- the command
 
 def in_parallel(function, work: list, jobs: int):
-    """The results of function(w), as they come; each in a process of its own on its share of the cores (jobs 1: here)."""
+    """The results of function(w), as they come; `jobs` processes at work, each on its share of the cores (jobs 1: here)."""
     if jobs == 1:
         yield from map(function, work)
     else:
@@ -514,7 +515,10 @@ def study(args, settings: Settings, out: Path) -> None:
     tell(f"rewards and data, {where}", out, names, seeds, "default" if "default" in names else names[0])
     ways = [f"{name}{'+' * bool(way)}{way}" for name in ("base", "larger", "default") if name in names for way in WAYS.get(name, ("",))]
     if ways:
-        tell(f"questions as a cause (+gold: the oracle's put in; +guess: a guess in its place; +barred: no <clarify>), {where}", out, ways, seeds, ways[0])
+        what = "questions as a cause (+gold: the oracle's put in; +guess: a guess in its place; +barred: no <clarify>)"
+        for some in (ways, [way for way in ways if way.startswith("default")]):  # against the base, and against the trained policy as it is
+            if some:
+                tell(f"{what}, {where}", out, some, seeds, some[0])
     tell_curves(out, [name for name in names if name in TRAINED], seeds)
     if "default" in names:
         tell_questions(out, seeds)

@@ -12,7 +12,7 @@ import pytest
 
 import data.build
 import speakrl
-from data.build import (FILES, NEAR, PLANNERS, REPEATED, UNFAITHFUL, Talker, build, candidate_fails, make_pair, name_groups, ngrams, overlap,
+from data.build import (FILES, NEAR, PLANNERS, REPEATED, UNFAITHFUL, Talker, build, candidate_fails, make_pair, name_groups, ngrams, overlap, repeated,
                         read_texts, skeleton, slots_of, vague_phrases)
 from data.multiwoz import bookable, load_database, scenarios
 from data.speaker import Oracle, clarify_due, play, read_history
@@ -501,3 +501,9 @@ def test_full_size(source, request, tmp_path):
     assert statistics["first-request skeletons"] >= 2000 and statistics["commonest skeleton"] < 0.01
     database = load_database(folder) if folder else None
     check_files(tmp_path, statistics, lambda record: database or town_goal(int(record["goal_id"].removeprefix("town-")))[1])
+
+
+def test_repeated_questions():
+    """D02."""
+    assert repeated(["Which day should I book?", "How many?", "Which day should I book?"])
+    assert not repeated(["Which day?", "How many people?"]) and not repeated([])

@@ -773,3 +773,13 @@ def test_doctests():
 
     import claude as module
     assert doctest.testmod(module).failed == 0
+
+
+def test_a_bare_sign_while_a_booking_is_open_gives_the_agent_one_more_turn():
+    """U05: "Shall I book it?", answered by nothing but the sign."""
+    user = ModelUser(scenario_pair(3)[0], None)
+    user.opening()
+    user.ask("Shall I book it?")
+    assert user.hear(Reply("###DONE###")) == ("Please go on.", "continue")
+    user.ask("Shall I?")
+    assert user.hear(Reply("###DONE###")) == ("", "done")

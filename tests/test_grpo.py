@@ -1061,3 +1061,22 @@ def test_weights_of_a_bfloat16_folder_must_be_trained_in_float32(dtype, moved, t
     changed = sum((p != q).sum().item() for p, q in zip(model.parameters(), before))
     share = changed / sum(p.numel() for p in before)
     assert share > 0.5 if moved else share < 0.05
+
+
+def test_head_in_float32():
+    """G38 in the head that the loop uses: log-softmax of [20, 10, 0], given in bfloat16."""
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Identity()
+
+        def get_decoder(self):
+            return self.body
+
+        def get_output_embeddings(self):
+            return SimpleNamespace(weight=torch.zeros(3, 1))
+
+        def forward(self, input_ids, **kw):
+            return SimpleNamespace(logits=torch.tensor([[[20.0, 10.0, 0.0]] * 3], dtype=torch.bfloat16))
+    logp = head_logprobs(Model(), SimpleNamespace, torch.zeros(3, 1), torch.tensor([0, 1, 2]), 1.0)
+    torch.testing.assert_close(logp, torch.tensor([-4.54e-05, -10.0000454, -20.0000454]), atol=1e-5, rtol=0)

@@ -16,12 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
+import grpo
 import speakrl
 from data.speaker import play, with_thinks
 from data.towns import scenario_pair
 from rewards import DIMENSIONS, RuleJudge, Verdict
-from speakrl import (Guard, Policy, Settings, UserError, cut_back, damage, draw_points, grpo_step, main, micro_batches, newest_checkpoint, paired, parse_settings,
+from test_env import CHATML, tokenizer_of
+from speakrl import (Guard, Policy, Settings, UserError, cut_back, damage, draw, draw_points, grpo_step, main, micro_batches, newest_checkpoint, paired, parse_settings,
                      points_of_pair, read_examples, read_points, save_checkpoint, town_pairs, training_examples, training_points,
                      turn_rows, wilson)
 
@@ -799,7 +802,7 @@ def steps_on_given_completions(folder):
             examples = training_examples(policy.settings, policy)[0][:5]
             if step is speakrl.dpo_step:
                 speakrl.add_reference(examples, policy, dataclasses.replace(policy.settings, prompts=len(examples)), 0)
-                examples = speakrl.draw(examples, len(examples), 0, policy.settings.seed, "order")
+                examples = speakrl.draw(examples, 0, len(examples), policy.settings.seed, "order")
             metrics.append(step(policy, optimiser, examples, policy.settings, 0))
         found[str(dtype)] = torch.stack(grads)
         found[f"{dtype} metrics"] = torch.tensor([[m.get(key, 0.0) for key in ("grad_norm", "entropy", "trained_tokens", "flat", "loss", "margin")]
@@ -989,3 +992,254 @@ def test_readme_commands_run_at_toy_size(whole, tmp_path):
         else:
             argv += ["--goals", "1", "--show", "1"]
         assert main(argv) == 0, command
+
+
+# ------------------------------------------------------------------------------------------------- from the losses to the loop
+
+def test_loop_uses_what_the_settings_say(monkeypatch):
+    """G10, G15, G20, G33."""
+    policy, optimiser = fresh(Settings().model, group=8, norm="token", temperature=0.6, clip_low=0.1, clip_high=0.3, max_new_tokens=60, reward="total")
+    seen, weights, loss = [], speakrl.row_weights, speakrl.policy_loss
+    monkeypatch.setattr(speakrl, "row_weights", lambda *a: seen.append(("weights", *a)) or weights(*a))
+    monkeypatch.setattr(speakrl, "policy_loss", lambda *a: seen.append(("loss", *a)) or loss(*a))
+    words = [policy.completion(t) for t in ("<think>a</think><clarify>Which day?</clarify>", "<think>a</think>No.", "Hm", "<think>a</think>Yes.") * 2]
+    policy.sample = lambda prompts, G, seed: words * len(prompts)
+    judge = lambda items: [Verdict(None, "outage") for _ in items]
+    metrics, rows = grpo_step(policy, optimiser, points_for(policy), judge, policy.settings, 0)
+    (_, lengths, known, norm, limit), = [s for s in seen if s[0] == "weights"]
+    assert (lengths.tolist(), known.tolist(), norm, limit) == ([len(w) for w in words] * 2, [r["reward"] is not None for r in rows], "token", 60)
+    assert {s[-1] for s in seen if s[0] == "loss"} == {(0.1, 0.3)} and known.tolist().count(False) == 4
+    one, other = (grpo.token_logprobs(policy.model, [[5, 6]], [[7, 8]], t)[0] for t in (0.6, 1.0))
+    assert torch.allclose(policy.logprobs([[5, 6]], [[7, 8]])[0], one, atol=1e-5) and not torch.allclose(one, other, atol=1e-2)
+
+
+def test_completions_rewards_and_prompts_stay_together(monkeypatch):
+    """G07, G09, C07: scripted ids, id 0 and an empty completion among them; one prompt drawn twice is two groups."""
+    policy, optimiser = fresh(Settings().model, group=2)
+    a, b = points_for(policy)
+    points, end = [a, b, a], policy.end_id
+    scripted = [[0, 7, end], [9, 0, 0, end], [11, end], [], [13, 5, end], [0]]
+    policy.sample = lambda prompts, G, seed: scripted
+    trained, adv = [], []
+    real, group = policy.logprobs, speakrl.group_advantages
+    policy.logprobs = lambda prompts, completions: trained.append((prompts, completions)) or real(prompts, completions)
+    monkeypatch.setattr(speakrl, "group_advantages", lambda r: adv.append(r.clone()) or torch.ones_like(r))  # no group is flat
+    monkeypatch.setattr(speakrl, "reward_parts", lambda turn, due, verdict, mode, cost: {"format": 1.0, "when": 1.0, "clarify": None, "reward": 0.0})
+    _, rows = grpo_step(policy, optimiser, points, RuleJudge(), policy.settings, 0)
+    assert [r["id"] for r in rows] == [p["id"] for p in points for _ in range(2)] and adv[0].shape == (3, 2)
+    got = sorted(((prompts[k // 2], c) for prompts, some in trained for k, c in enumerate(some)), key=str)
+    assert got == sorted(((points[k // 2]["prompt"], c) for k, c in enumerate(scripted)), key=str)
+    assert [r["truncated"] for r in rows] == [False, False, False, True, False, True]  # G26
+
+
+def test_before_an_update_moves_it_the_ratio_is_exactly_one(monkeypatch):
+    """G37."""
+    policy, _ = fresh(Settings().model, prompts=4, minibatch=1, group=8, reward="total")
+    seen, real = [], speakrl.policy_loss
+    monkeypatch.setattr(speakrl, "policy_loss", lambda new, old, *a: seen.append(torch.equal(new, old)) or real(new, old, *a))
+    grpo_step(policy, torch.optim.SGD(policy.model.parameters(), lr=0.0), points_for(policy, 4), RuleJudge(), policy.settings, 0)
+    assert len(seen) > 1 and all(seen)
+
+
+def test_a_step_whose_rewards_are_all_unknown_moves_nothing():
+    """G25, behind a step that moved something."""
+    policy, optimiser = fresh(Settings().model, group=4)
+    grpo_step(policy, optimiser, points_for(policy), lambda items: [Verdict(dict.fromkeys(DIMENSIONS, k % 5 + 1), "") for k, _ in enumerate(items)], policy.settings, 0)
+    before = [p.clone() for p in policy.model.parameters()]
+    policy.sample = lambda prompts, G, seed: [policy.completion("<think>a</think><clarify>Which day?</clarify>")] * (len(prompts) * G)
+    metrics, rows = grpo_step(policy, optimiser, points_for(policy), lambda items: [Verdict(None, "outage") for _ in items], policy.settings, 1)
+    assert (metrics["judge_failed"], metrics["flat"], metrics["grad_norm"], metrics["reward"]) == (8, 1.0, 0.0, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))
+    json.dumps(metrics, allow_nan=False)
+
+
+def test_dpo_step_by_hand(monkeypatch):
+    """S07, S08: the sides and beta, in the loop: chosen -1 * 2 and rejected -0.5 * 8 against -1.2 * 2 and -0.6 * 8."""
+    policy, optimiser = fresh(Settings().model, method="dpo", beta=0.5)
+    one = torch.zeros((), requires_grad=True)
+    rows = {"chosen": [([1], [2]), ([1], [3])], "rejected": [([1], [4])]}
+    policy.logprobs = lambda prompts, completions: (torch.tensor([[-1.0], [-1.0], [-4.0]]) + one, torch.ones(3, 1).bool())
+    assert speakrl.pair_logprobs(policy, rows).tolist() == [-2, -4]
+    pair = {**rows, "tokens": 3, "reference": torch.tensor([-2.4, -4.8])}
+    metrics = speakrl.dpo_step(policy, optimiser, [pair], policy.settings, 0)
+    assert metrics["margin"] == pytest.approx(-0.4, abs=1e-6) and metrics["loss"] == pytest.approx(math.log(1 + math.exp(0.2)), abs=1e-6)
+
+
+def test_the_reference_of_a_resumed_dpo_is_the_start():
+    policy, _ = fresh(Settings().model, method="dpo", steps=2, prompts=1)
+    rows = turn_rows(policy, PAIR["prompt"], PAIR["chosen"])
+    pair = {"chosen": rows, "rejected": rows[:1], "tokens": 1}
+    speakrl.add_reference([pair], policy, policy.settings, 0)
+    want = pair.pop("reference")
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.mul_(0.9)
+    speakrl.add_reference([pair], policy, policy.settings, 1)
+    assert torch.equal(pair["reference"], want)
+
+
+def test_sft_step_by_hand():
+    """S01, S02, G20 in the loop: the mean of the norm that is set."""
+    policy, optimiser = fresh(Settings().model, method="sft", norm="token")
+    policy.logprobs = lambda prompts, completions: (torch.tensor([[-4.0, 0.0], [-1.0, -1.0]], requires_grad=True), torch.tensor([[True, False], [True, True]]))
+    metrics = speakrl.sft_step(policy, optimiser, [{"completion": [([1], [4]), ([1], [2, 3])]}], policy.settings, 0)
+    assert metrics["loss"] == pytest.approx(2.0)  # (1 + 1 + 4) / 3; of rows it would be 2.5
+
+
+def test_turns_that_are_too_long_are_no_example():
+    """S03."""
+    policy, _ = fresh(Settings().model, method="sft", towns=6, max_new_tokens=45)
+    kept, dropped = training_examples(policy.settings, policy)
+    assert dropped > 0 and all(0 < len(c) <= 45 for e in kept for _, c in e["completion"])
+
+
+def chatml_policy(folder, opened=""):
+    """(policy, id of <|im_end|>) of a tiny model whose template ends turns with another token than its tokenizer's end token."""
+    tokenizer = tokenizer_of(CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + opened))
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [im_end, tokenizer.eos_token_id]
+    model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+    return Policy(str(folder), Settings()), im_end
+
+
+def test_the_end_of_a_turn_is_the_templates_not_the_tokenizers(tmp_path):
+    """S04, C03, C16."""
+    policy, im_end = chatml_policy(tmp_path / "a")
+    assert policy.completion("ok") == [*policy.tokenizer.encode("ok", add_special_tokens=False), im_end]
+    assert policy.eos_ids == {im_end, policy.tokenizer.eos_token_id} and policy.prefilled_think is False
+    save_checkpoint(tmp_path, 1, policy, torch.optim.AdamW(policy.model.parameters()), {}, 1)
+    assert im_end in json.loads((tmp_path / "step-000001" / "generation_config.json").read_text())["eos_token_id"]
+    (prompt, completion), = turn_rows(policy, [{"role": "user", "content": "hi"}], [{"role": "assistant", "content": "<think>a</think>ok"}])
+    text = policy.tokenizer.decode(prompt + completion)
+    assert text.endswith("<|im_start|>assistant\n<think>a</think>ok<|im_end|>") and policy.tokenizer.decode(prompt).endswith("<|im_start|>assistant\n")
+
+
+def test_a_template_that_opens_the_think_is_noticed(tmp_path):
+    """C06."""
+    policy, im_end = chatml_policy(tmp_path / "a", "<think>\n")
+    assert policy.prefilled_think is True
+    completion = policy.completion("<think>It is unclear.\n</think>\n<clarify>Which area?</clarify>")
+    point = {"id": "a", "messages": ROW["messages"], "clarify_expected": True, "ambiguity": {"kind": "vague"}}
+    judge = lambda items: [Verdict(dict.fromkeys(DIMENSIONS, 5), "") for _ in items]
+    row, = speakrl.score_completions(policy, [point], [completion], judge, "conditional")
+    assert row["turn"].errors == () and row["turn"].clarify == "Which area?" and row["format"] == 1
+
+
+def test_a_folder_without_one_of_its_weights_is_refused(tmp_path):
+    """K02."""
+    from safetensors.torch import load_file, save_file
+    shutil.copytree(Settings().model, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    name = next(k for k in tensors if "q_proj" in k)
+    for change in ({}, {name: tensors[name][:-1]}):
+        save_file({**{k: v for k, v in tensors.items() if k != name}, **change}, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match="cannot be loaded"):
+            Policy(str(tmp_path / "m"), Settings())
+
+
+def test_exactly_at_the_limits_is_kept(tmp_path):
+    """D09."""
+    policy, _ = fresh(Settings().model)
+    path = write(tmp_path / "d.jsonl", json.dumps(ROW))
+    n = len(policy.prompt(ROW["messages"]))
+    at = lambda limit: dataclasses.replace(policy.settings, data=path, max_prompt=limit)
+    assert training_points(at(n), policy)[1] == 0
+    with pytest.raises(UserError, match="of 1, 1 are longer"):
+        training_points(at(n - 1), policy)
+
+
+def test_the_bytes_of_the_case(tmp_path):
+    """D04."""
+    row = json.dumps(ROW).encode()
+    with pytest.raises(UserError, match="line 3: no JSON"):
+        read_points(write(tmp_path / "d.jsonl", raw=b"\xef\xbb\xbf" + row + b"\r\n" + row + b"\r\nbad\r\n\r\n" + row), "rule")
+
+
+def test_killed_inside_a_save(tmp_path, monkeypatch):
+    """K04: as if the process had died behind the weights: nothing is tidied up."""
+    policy, optimiser = fresh(Settings().model)
+    save_checkpoint(tmp_path / "checkpoints", 1, policy, optimiser, {"samples_seen": 8}, keep=1)
+    with monkeypatch.context() as m:
+        m.setattr(speakrl, "write_json", lambda *a: (_ for _ in ()).throw(SystemExit(9)))
+        with pytest.raises(SystemExit):
+            save_checkpoint(tmp_path / "checkpoints", 2, policy, optimiser, {"samples_seen": 16}, keep=1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".part-step-000002", "step-000001"]
+    assert newest_checkpoint(str(tmp_path)).endswith("step-000001")
+    save_checkpoint(tmp_path / "checkpoints", 2, policy, optimiser, {"samples_seen": 16}, keep=1)
+    assert newest_checkpoint(str(tmp_path)).endswith("step-000002")
+
+
+# ------------------------------------------------------------------------------------------------- what a reader found
+
+def test_prompts_that_are_no_eight_go_through_the_same_cycle():
+    """4 a step: two steps make the eight of the default; without stages three of four are due."""
+    stages = {stage: [{"id": f"{stage}{i}"} for i in range(9)] for stage in speakrl.STAGES}
+    count = lambda P, steps, stages=stages: [sum(p["id"].startswith(stage) for step in range(steps) for p in draw_points(stages, step, Settings(prompts=P)))
+                                             for stage in speakrl.STAGES]
+    assert count(8, 1) == count(4, 2) == [3, 1, 2, 1, 1] and count(6, 4) == [9, 3, 6, 3, 3]
+    assert count(4, 1) == [2, 0, 1, 0, 1]
+    assert count(8, 1, {stage: stages[stage] for stage in ("ask", "other")}) == [6, 0, 0, 0, 2]
+    both = [p["id"] for step in range(6) for p in draw_points(stages, step, Settings(prompts=4)) if p["id"].startswith("ask")]
+    assert sorted(both) == [f"ask{i}" for i in range(9)]  # each once before any comes again
+
+
+def test_one_endless_sequence_however_it_is_cut():
+    items = list("abcde")
+    whole = draw(items, 0, 12, "key")
+    assert draw(items, 0, 7, "key") + draw(items, 7, 5, "key") == whole and sorted(whole[:5]) == items and draw(items, 3, 0, "key") == []
+
+
+@pytest.mark.parametrize("argv, words", [(["chat", "--town", "4000000"], "--town is 4000000"), (["chat", "--town", "-1"], "--town is -1"),
+                                         (["eval", "--json", "no/such/file.json"], "there is no folder no/such")])
+def test_refused_before_anything_is_done(argv, words):
+    with pytest.raises(UserError, match=words):
+        parse_settings(argv)
+
+
+def test_nothing_to_pair():
+    assert all(map(math.isnan, paired([], [], "success")))
+
+
+def test_a_run_keeps_the_start_that_it_had(tmp_path):
+    """A run started from another run names the checkpoint: DPO's reference and the frozen self-judge stay what they were."""
+    policy, optimiser = fresh(Settings().model)
+    (tmp_path / "a").mkdir()
+    speakrl.write_json(tmp_path / "a" / "settings.json", dataclasses.asdict(Settings(out=str(tmp_path / "a"))))
+    save_checkpoint(tmp_path / "a" / "checkpoints", 1, policy, optimiser, {}, keep=1)
+    settings, *_ = speakrl.open_run(Settings(model=str(tmp_path / "a"), out=str(tmp_path / "b")))
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-000001"
+    assert settings.model == str(checkpoint) == speakrl.saved_settings(tmp_path / "b")["model"]
+    assert speakrl.rater(settings) == speakrl.rater(Settings(model=str(tmp_path / "a"))) == str(speakrl.RATER)
+    with open(checkpoint / "model.safetensors", "r+b") as file:  # a checkpoint named itself is checked, too
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(UserError, match="is damaged: model.safetensors"):
+        Policy(str(checkpoint), Settings())
+
+
+def test_a_signal_while_processes_wait_for_each_other_is_not_lost(tmp_path, monkeypatch):
+    """It comes while the sum over "stop" is under way: the next step's sum carries it."""
+    real, sums = speakrl.all_sum, []
+
+    def all_sum(tensor):
+        if tensor.shape == (1,) and tensor.dtype == torch.float32 and (tmp_path / "r" / "metrics.jsonl").exists():
+            sums.append(0)
+            if len(sums) == 1:
+                signal.raise_signal(signal.SIGTERM)
+        return real(tensor)
+    monkeypatch.setattr(speakrl, "all_sum", all_sum)
+    speakrl.train(Settings(**{**SMALL, "steps": 6, "guard_every": 0, "out": str(tmp_path / "r")}))
+    assert len((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()) < 6
+
+
+def test_a_second_data_command_on_a_folder_is_refused(tmp_path, capsys):
+    import fcntl
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        assert main(["data", "--n", "1", "--out", str(tmp_path)]) == 2
+    finally:
+        os.close(holder)
+    assert "another process is writing" in capsys.readouterr().err and list(tmp_path.iterdir()) == []

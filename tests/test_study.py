@@ -17,7 +17,7 @@ from data.speaker import DONE, Belief, Oracle, play, word_think
 from data.towns import scenario_pair
 from env import ScriptedUser, start_dialogue
 from rewards import RuleJudge
-from speakrl import STAGE_SHARES, Policy, Settings, goal_record, points_of_pair
+from speakrl import STAGES as NAMES, Policy, Settings, goal_record, points_of_pair
 
 SEED = next(s for s in range(99) if "vague" in scenario_pair(s)[0].id and len(scenario_pair(s)[0].requests) == 1)
 AMBIGUOUS, CLEAR = scenario_pair(SEED)  # one request with vague words
@@ -144,7 +144,7 @@ def test_the_share_of_ambiguous_data_is_exact(share, counts):
 
 def test_the_default_shows_ambiguous_data_half_of_the_time():
     drawn = Counter(p["id"].rstrip("0123456789") for step in range(50) for p in speakrl.draw_points(STAGES, step, Settings()))
-    assert [drawn[stage] for stage in STAGE_SHARES] == [150, 50, 100, 50, 50]
+    assert [drawn[stage] for stage in NAMES] == [150, 50, 100, 50, 50]
 
 
 def test_every_training_differs_from_the_default_in_what_its_name_says():
