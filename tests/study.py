@@ -366,7 +366,7 @@ def windows(runs: list[list[dict]], key: str, count: int) -> list[float | None]:
 
 
 def tell_curves(out: Path, names: list[str], seeds: list[int], count: int = 15) -> None:
-    """Figure 3, and finding 4: think length and its two controls."""
+    """Figure 3; how each training moved asking; and finding 4: think length and its two controls."""
     runs = {name: [read_lines(out / f"{name}-{seed}" / "metrics.jsonl") for seed in seeds] for name in names}
     count = min([count, *(len(run) for some in runs.values() for run in some)])
     for name in [n for n in ("default", "literal") if n in runs]:
@@ -375,6 +375,10 @@ def tell_curves(out: Path, names: list[str], seeds: list[int], count: int = 15) 
         columns = [windows(runs[name], key, count) for key in ("samples_seen", *keys.values())]
         print_table(f"Figure 3, {name}: means of the steps around, over seeds {seeds}", ["samples seen", *keys],
                     [[shown(seen, 0), *map(shown, cells)] for seen, *cells in zip(*columns)])
+    keys = {"asks where due": "ask_due", "asks where clear": "ask_clear", "format": "format", "when": "when", "flat groups": "flat"}
+    ends = lambda name, key: " → ".join(shown(windows(runs[name], key, 10)[k], 2) for k in (0, -1))
+    print_table("training, first and last tenth; questions in whatever form (the tables above count well-formed ones)", ["", *keys],
+                [[name, *(ends(name, key) for key in keys.values())] for name in names])
     controls = [n for n in ("default", "shuffled", "constant", "success", "format") if n in runs]
     if controls:
         seen, *lengths = windows(runs[controls[0]], "samples_seen", count), *(windows(runs[name], "think_tokens", count) for name in controls)

@@ -282,7 +282,7 @@ def test_the_study_at_toy_size_is_told_and_nothing_is_done_twice(tmp_path, capsy
     assert study.main(command) == 2 and "default-0 was stopped" in capsys.readouterr().err
     assert study.main(command) == 0 and [c.rsplit("/", 1)[1] for c in calls] == ["default-0", "default-0", "success-0"]
     told = capsys.readouterr().out
-    for title in ("rewards and data", "questions as a cause", "default+gold", "Figure 3, default", "think length", "longer minus shorter", "Figure 5"):
+    for title in ("rewards and data", "questions as a cause", "default+gold", "Figure 3, default", "training, first and last tenth", "think length", "longer minus shorter", "Figure 5"):
         assert title in told, title
     samples = {name: study.read_lines(tmp_path / f"{name}-0" / "samples.jsonl") for name in ("default", "success")}
     assert all(len(some) == 16 for some in samples.values())
