@@ -1,6 +1,6 @@
 """The reward study, the paper's findings as measurements, and the search for the baselines' settings.
 
-    python tests/study.py                         all of it, seeds 0, 1, 2: about three and a quarter hours on two free cores
+    python tests/study.py                         all of it, seeds 0, 1, 2: about two and a quarter hours on two free cores
     python tests/study.py --only base default format --seeds 0
     python tests/study.py --larger runs/larger    beside them a larger base, without reinforcement learning, made by
                                                   python -m data.pretrain --width 320 --layers 6 --out runs/larger
