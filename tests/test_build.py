@@ -335,7 +335,7 @@ def test_command(tmp_path, capsys):
     assert speakrl.main(["data", "--n", "0"]) == 2
     (tmp_path / "file").write_text("")
     assert speakrl.main(["data", "--n", "4", "--out", str(tmp_path / "file" / "x")]) == 2
-    assert "cannot write to" in capsys.readouterr().err
+    assert "x cannot be built: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 # ---- a language model writes
