@@ -21,8 +21,8 @@ here, but that `sample` needs `prefill` and `make_room`, and `shared_logprobs` n
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
 Where this departs from the textbook (GRPO as in DeepSeekMath, arXiv 2402.03300, section 4.1):
-1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without. It saves a second
-   copy of the weights and a forward pass; what holds the policy near its start is that the steps are few and small.
+1. No KL penalty and no reference model. SpeakRL (arXiv 2512.13159) trains without, which
+   saves a second copy of the weights and a forward pass. What holds the policy near its start: few and small steps.
 2. The two sides of the clip are separate numbers (low, high). Equal ones, (0.2, 0.2), are the textbook.
 3. A reward can be unknown (NaN: the judge was not reachable). Such a row leaves mean, std, loss and denominator; it
    is never counted as 0. A group without differences has advantages of exactly 0.

@@ -464,8 +464,8 @@ def training_points(settings: Settings, policy: Policy) -> tuple[dict[str, list[
         else:
             stages.setdefault(stage, []).append({**point, "prompt": prompt})
     if not stages:
-        raise UserError(f"no decision point is left: of {len(points)}, {dropped} are longer than --max-prompt {settings.max_prompt}, and --reward "
-                        f"{settings.reward} {'has no use for the others' if len(points) > dropped else 'is not to blame'}")
+        raise UserError(f"no decision point is left: of {len(points)}, {dropped} are longer than --max-prompt {settings.max_prompt}"
+                        + f"; --reward {settings.reward} has no use for the others" * (len(points) > dropped))
     return stages, dropped
 
 
@@ -648,9 +648,10 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     old_logp: dict[int, torch.Tensor] = {}
     if len(updates) * settings.epochs > 1:  # fixed before the first update; for a single update the new ones are the old ones
         with torch.no_grad():
-            for rows in (rows for prompts in updates for rows in cut(prompts)):  # cut as below: the ratio is then 1 to the last bit
-                logp_BT, mask_BT = logprobs(rows)
-                old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
+            for prompts in updates:
+                for rows in cut(prompts):  # as below: before anything has moved, the ratio is 1 to the last bit
+                    logp_BT, mask_BT = logprobs(rows)
+                    old_logp |= {b: logp_BT[i, mask_BT[i]] for i, b in enumerate(rows)}
 
     totals = dict.fromkeys(("clip_fraction", "kl_old_new", "entropy", "weight", "tokens"), 0.0)
     norms = []

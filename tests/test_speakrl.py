@@ -1171,7 +1171,7 @@ def test_killed_inside_a_save(tmp_path, monkeypatch):
     assert newest_checkpoint(str(tmp_path)).endswith("step-000002")
 
 
-# ------------------------------------------------------------------------------------------------- what a reader found
+# ------------------------------------------------------------------------------------------------- the cycle of stages, what is refused early, the start of a run, stopping
 
 def test_prompts_that_are_no_eight_go_through_the_same_cycle():
     """4 a step: two steps make the eight of the default; without stages three of four are due."""
