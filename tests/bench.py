@@ -212,20 +212,24 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
         runs[best] = []
     for _ in range(repeats):
         for way, some in runs.items():
-            if way.startswith("trl"):
-                some.append(in_process(measure_trl, shape, "", way, folder))
+            rollout, update = ((in_process(measure_trl, shape, "", way, folder),) * 2 if way.startswith("trl") else
+                               (in_process(measure, shape, part, way, folder) for part in ("rollout", "update")))
+            if not (rollout and update):
+                print(f"{shape}, {way}: left out, the process that measured died; is there memory enough?", flush=True)
+            elif way.startswith("trl"):
+                some.append(rollout)
             else:
-                rollout, update = (in_process(measure, shape, part, way, folder) for part in ("rollout", "update"))
-                if not (rollout and update):
-                    raise SystemExit(f"{shape}, {way}: the process that measured died; is there memory enough?")
                 some.append({"rollout": rollout["seconds"], "update": update["seconds"], "tokens": rollout["tokens"], "update_tokens": update["tokens"],
                              "forwarded": (rollout["forwarded"], update["forwarded"]), "rollout_mb": rollout["peak_mb"], "update_mb": update["peak_mb"],
                              "peak_mb": max(rollout["peak_mb"], update["peak_mb"]), "before_mb": update["before_mb"],
                              "of_limit": (rollout["limit_seconds"] / rollout["seconds"], update["limit_seconds"] / update["seconds"])})
+    plain = None
     for way, some in {**runs, **{way: [run] for way, run in theirs.items() if way not in runs}}.items():
+        if not some:
+            continue  # it died, and that was said
         middle = {part: statistics.median(run[part] for run in some) for part in ("rollout", "update")}
         step = sum(middle.values())
-        ratio = "" if way == "plain" else f"{(sum(plain.values())) / step:.1f} ({plain['update'] / middle['update']:.1f})"
+        ratio = "" if way == "plain" or not plain else f"{(sum(plain.values())) / step:.1f} ({plain['update'] / middle['update']:.1f})"
         plain = middle if way == "plain" else plain
         forwarded, limit = some[0].get("forwarded", ("", "")), some[0].get("of_limit")
         limit = [statistics.median(run["of_limit"][k] for run in some) for k in (0, 1)] if limit else None
