@@ -1,14 +1,14 @@
 """How long a GRPO step takes, and what computing each token once saves: `python tests/bench.py`, an hour on two cores.
 
-Each shape is timed plain (every completion carries its prompt through the network, all logits at once), shared (`grpo.prefill`,
-`grpo.head_logprobs`), shared with `--checkpointing`, and by TRL's GRPOTrainer where TRL is installed, in turn and in one run, each
-measurement in a process of its own, so that its peak of memory is its own; each does its work twice, and the faster counts, since a
-process meets memory for the first time in the other. TRL runs once with 1, 4, 8 and 16 rows a device batch, and in turn with the
-others at the fastest of these. "forwarded" are the tokens
-that went through the network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each
-weight and forwarded token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of
-matrices; in the rollout, the seconds with a bare loop that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is
-left out everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
+Each shape is timed plain (every completion carries its prompt through the network, all logits of a prompt's completions at once),
+shared (`grpo.prefill`, `grpo.head_logprobs`), shared with `--checkpointing`, and by TRL's GRPOTrainer where TRL is installed, in turn
+and in one run, each measurement in a process of its own, so that its peak of memory is its own; each does its work three times, and
+the fastest counts, since a process meets most of its memory for the first time in the others. TRL is tried for one step with 1, 4, 8
+and 16 rows a device batch, and runs in turn with the others at the fastest of these. "forwarded" are the tokens that went through the
+network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each weight and forwarded
+token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of matrices; in the
+rollout, the seconds with a bare loop that does nothing but forward B rows token by token, on prompts that were computed once. The
+optimiser's own time is left out everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
 `--growth`: how the cost grows with G, with the prompt, and with the width of the model. `--model FOLDER`: these weights for the shapes
 of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+TIMES = 3  # what a measurement does over
 
 # name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens, width, layers
 SMOL = (576, 30)
@@ -96,13 +97,16 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
 
         def run():
             model.zero_grad()
-            logp, mask = (grpo.token_logprobs if way == "plain" else grpo.shared_logprobs)(model, prompts, completions, 1.0)
-            grpo.policy_loss(logp, logp, adv_B, mask, weight_B)[0].backward()
+            logprobs, rows = (grpo.token_logprobs, G) if way == "plain" else (grpo.shared_logprobs, len(completions))
+            for k in range(0, len(completions), rows):
+                here = slice(k, k + rows)
+                logp, mask = logprobs(model, prompts[k // G:(k + rows) // G], completions[here], 1.0)
+                grpo.policy_loss(logp, logp, adv_B[here], mask, weight_B[here])[0].backward()
             return completions
     before = peak_mb()
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
-    for _ in range(2):
+    for _ in range(TIMES):
         forwarded.clear()
         began = time.time()
         tokens = sum(map(len, run()))
@@ -138,9 +142,9 @@ def product_rate(n: int = 1536) -> float:
     return 2 * n ** 3 / min(seconds)
 
 
-def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
-    """Two steps of TRL's GRPOTrainer on the same model, prompts and lengths, `way` is "trl N" for N rows a device batch; rollout and
-    update of the faster, None where TRL is not installed. A tokenizer whose words are the ids makes the prompts the same ids."""
+def measure_trl(shape: str, steps: int, way: str, folder: str, pipe) -> None:
+    """So many steps of TRL's GRPOTrainer on the same model, prompts and lengths, `way` is "trl N" for N rows a device batch; the fastest
+    rollout and update, None where TRL is not installed. A tokenizer whose words are the ids makes the prompts the same ids."""
     import logging
     try:
         from datasets import Dataset
@@ -171,7 +175,7 @@ def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
 
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-                            max_steps=2, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
+                            max_steps=steps, learning_rate=1e-6, beta=0.0, loss_type="grpo", num_generations=G, max_completion_length=c,
                             per_device_train_batch_size=rows, gradient_accumulation_steps=cuts, shuffle_dataset=False,
                             temperature=1.0, top_p=1.0, top_k=0, generation_kwargs=None if eos_ids else {"min_new_tokens": c})
         trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, processing_class=tokenizer,
@@ -182,7 +186,7 @@ def measure_trl(shape: str, part: str, way: str, folder: str, pipe) -> None:
         before = peak_mb()
         trainer.train()
     update = min(sum(spent["step"][k * cuts:(k + 1) * cuts]) - rollout for k, rollout in enumerate(spent["rollout"]))
-    pipe.send({"rollout": min(spent["rollout"]), "update": update, "tokens": sum(lengths) // 2, "before_mb": before, "peak_mb": peak_mb()})
+    pipe.send({"rollout": min(spent["rollout"]), "update": update, "tokens": sum(lengths) // steps, "before_mb": before, "peak_mb": peak_mb()})
 
 
 def in_process(function, *args):
@@ -201,18 +205,20 @@ def in_process(function, *args):
 
 
 def compare(shape: str, repeats: int, folder: str) -> dict:
-    """{way: {rollout, update, step in seconds, and the rest}}, medians of `repeats` rounds; rows of the table, printed as they come."""
+    """Every way, `repeats` rounds: the measurements, and rows of the table (medians), printed as soon as they are complete."""
     runs: dict[str, list[dict]] = {"plain": [], "shared": [], "checkpointing": []}
-    theirs = {}
+    tried = {}
     if shape in SHAPES:
         rows = SHAPES[shape][0] * SHAPES[shape][1] if SHAPES[shape] else 64
-        theirs = {f"trl {n}": run for n in (1, 4, 8, 16) if rows % n == 0 and (run := in_process(measure_trl, shape, "", f"trl {n}", folder))}
-    if theirs:
-        best = min(theirs, key=lambda way: theirs[way]["rollout"] + theirs[way]["update"])
-        runs[best] = []
-    for _ in range(repeats):
+        for way in [f"trl {n}" for n in (1, 4, 8, 16) if rows % n == 0]:
+            if run := in_process(measure_trl, shape, 1, way, folder):
+                tried[way] = run
+                print_row(shape, f"{way}, one step", [run], None)
+    if tried:
+        runs[min(tried, key=lambda way: tried[way]["rollout"] + tried[way]["update"])] = []
+    for turn in range(repeats):
         for way, some in runs.items():
-            rollout, update = ((in_process(measure_trl, shape, "", way, folder),) * 2 if way.startswith("trl") else
+            rollout, update = ((in_process(measure_trl, shape, TIMES, way, folder),) * 2 if way.startswith("trl") else
                                (in_process(measure, shape, part, way, folder) for part in ("rollout", "update")))
             if not (rollout and update):
                 print(f"{shape}, {way}: left out, the process that measured died; is there memory enough?", flush=True)
@@ -223,20 +229,23 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
                              "forwarded": (rollout["forwarded"], update["forwarded"]), "rollout_mb": rollout["peak_mb"], "update_mb": update["peak_mb"],
                              "peak_mb": max(rollout["peak_mb"], update["peak_mb"]), "before_mb": update["before_mb"],
                              "of_limit": (rollout["limit_seconds"] / rollout["seconds"], update["limit_seconds"] / update["seconds"])})
-    plain = None
-    for way, some in {**runs, **{way: [run] for way, run in theirs.items() if way not in runs}}.items():
-        if not some:
-            continue  # it died, and that was said
-        middle = {part: statistics.median(run[part] for run in some) for part in ("rollout", "update")}
-        step = sum(middle.values())
-        ratio = "" if way == "plain" or not plain else f"{(sum(plain.values())) / step:.1f} ({plain['update'] / middle['update']:.1f})"
-        plain = middle if way == "plain" else plain
-        forwarded, limit = some[0].get("forwarded", ("", "")), some[0].get("of_limit")
-        limit = [statistics.median(run["of_limit"][k] for run in some) for k in (0, 1)] if limit else None
-        print(f"| {shape} | {way} | {forwarded[0]} | {forwarded[1]} | {middle['rollout']:.2f} | {middle['update']:.2f} | {step:.2f} "
-              f"| {some[0]['tokens'] / step:.0f} | {max(run['peak_mb'] for run in some):.0f} | {some[0]['before_mb']:.0f} "
-              f"| {f'{limit[0]:.0%}, {limit[1]:.0%}' if limit else ''} | {ratio} |", flush=True)
-    return {"shape": shape, "runs": runs, "trl_settings": theirs}
+            if turn == repeats - 1 and some:
+                print_row(shape, way, some, runs["plain"] if way != "plain" else None)
+    return {"shape": shape, "runs": runs, "trl_settings": tried}
+
+
+def print_row(shape: str, way: str, runs: list[dict], plain: list[dict] | None) -> None:
+    """One row of the table; its last cell compares with `plain`, where that is not None or empty."""
+    middle = lambda some, part: statistics.median(run[part] for run in some)
+    rollout, update = middle(runs, "rollout"), middle(runs, "update")
+    step, ratio = rollout + update, ""
+    if plain:
+        ratio = f"{(middle(plain, 'rollout') + middle(plain, 'update')) / step:.1f} ({middle(plain, 'update') / update:.1f})"
+    forwarded, limit = runs[0].get("forwarded", ("", "")), ""
+    if "of_limit" in runs[0]:
+        limit = ", ".join(f"{statistics.median(run['of_limit'][k] for run in runs):.0%}" for k in (0, 1))
+    print(f"| {shape} | {way} | {forwarded[0]} | {forwarded[1]} | {rollout:.2f} | {update:.2f} | {step:.2f} | {runs[0]['tokens'] / step:.0f} "
+          f"| {max(run['peak_mb'] for run in runs):.0f} | {runs[0]['before_mb']:.0f} | {limit} | {ratio} |", flush=True)
 
 
 def measure_claude(calls: int = 2000) -> None:

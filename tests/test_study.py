@@ -1,6 +1,8 @@
-"""What holds study.py: the replaced functions on fakes, the roll-out by hand, the statistics on a few records, one run at toy size."""
+"""What holds study.py: the replaced functions on fakes, the roll-out by hand, the statistics on a few records, one run at toy size.
+And bench.py, where a measurement dies."""
 import doctest
 import json
+import operator
 import os
 import random
 import time
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import bench
 import speakrl
 import study
 from data.speaker import DONE, Belief, Oracle, play, word_think
@@ -335,3 +338,29 @@ def test_the_search_at_toy_size_tells_what_was_tried_and_the_best(tmp_path, caps
 def test_jobs_run_in_processes_of_their_own():
     assert os.getpid() not in study.in_parallel(eval, ["__import__('os').getpid()"] * 3, 2)
     assert list(study.in_parallel(eval, ["__import__('os').getpid()"], 1)) == [os.getpid()]
+
+
+# ------------------------------------------------------------------------------------------------- bench.py
+
+def test_bench_a_process_that_ends_without_an_answer_is_none():
+    assert bench.in_process(operator.methodcaller("send", 3)) == 3  # f(pipe) is pipe.send(3)
+    assert bench.in_process(operator.methodcaller("close")) is None
+
+
+def test_bench_what_dies_is_left_out_and_named_and_the_others_are_compared(monkeypatch, capsys):
+    mine = {"seconds": 2.0, "tokens": 8, "forwarded": 16, "before_mb": 1, "peak_mb": 3, "limit_seconds": 1.0}
+    trl = {"trl 1": {"rollout": 9.0, "update": 9.0, "tokens": 8, "before_mb": 1, "peak_mb": 5}, "trl 4": {"rollout": 4.0, "update": 4.0, "tokens": 8, "before_mb": 1, "peak_mb": 7}}
+
+    def stand_in(function, shape, part, way, folder):
+        return trl.get(way) if function is bench.measure_trl else None if (way, part) == ("checkpointing", "update") else mine
+
+    monkeypatch.setattr(bench, "in_process", stand_in)
+    found = bench.compare("tiny", 1, "")
+    assert capsys.readouterr().out.splitlines() == [
+        "| tiny | trl 1, one step |  |  | 9.00 | 9.00 | 18.00 | 0 | 5 | 1 |  |  |",
+        "| tiny | trl 4, one step |  |  | 4.00 | 4.00 | 8.00 | 1 | 7 | 1 |  |  |",
+        "| tiny | plain | 16 | 16 | 2.00 | 2.00 | 4.00 | 2 | 3 | 1 | 50%, 50% |  |",
+        "| tiny | shared | 16 | 16 | 2.00 | 2.00 | 4.00 | 2 | 3 | 1 | 50%, 50% | 1.0 (1.0) |",
+        "tiny, checkpointing: left out, the process that measured died; is there memory enough?",
+        "| tiny | trl 4 |  |  | 4.00 | 4.00 | 8.00 | 1 | 7 | 1 |  | 0.5 (0.5) |"]
+    assert list(found["runs"]) == ["plain", "shared", "checkpointing", "trl 4"]
