@@ -781,7 +781,7 @@ class ModelUser:
     def __init__(self, scenario: Scenario, complete: Callable, draw: int = 0):
         self.scenario, self.complete, self.draw = scenario, complete, draw
         self.pending = None  # a rewards.Request while an answer is awaited
-        self.corrections = 0
+        self.corrections, self.forged = 0, 0  # forged: replies in which it spoke for somebody else too, which was cut off
         self.heard: set[str] = set()  # references told so far
         self.open = [domain for domain, _ in scenario.requests if scenario.goal[domain].get("book")]  # not yet booked as wanted
         self.asked_to_wait = False
@@ -808,7 +808,8 @@ class ModelUser:
         self.pending = None
         if reply.text is None:
             return "", "error"
-        text, outcome = user_part(reply.text)
+        text, outcome, forged = user_part(reply.text)
+        self.forged += forged
         if outcome == "done" and self.open and not self.asked_to_wait:  # "Yes, book it." and the sign, or the sign alone: the
             self.asked_to_wait, outcome, text = True, "continue", text or "Please go on."  # agent still has to do it
         if not text and outcome == "continue":
@@ -828,23 +829,25 @@ def user_values(wants: dict) -> dict[str, str]:
     return {**wants.get("info", {}), **{s: v for s, v in wants.get("book", {}).items() if not isinstance(v, bool)}}
 
 
-def user_part(text: str) -> tuple[str, str]:
-    """(what the user says, outcome) of a model's reply: cut where it speaks for somebody else, the sign at its end taken off.
+def user_part(text: str) -> tuple[str, str, bool]:
+    """(what the user says, outcome, whether more was cut) of a model's reply: cut where it speaks for somebody else, the sign at its end
+    taken off.
 
     >>> user_part("User: I need a room.\\nAI Assistant: Booked, reference ABC12345.")
-    ('I need a room.', 'continue')
+    ('I need a room.', 'continue', True)
     >>> user_part("No, that is all, please close it. ###DONE###"), user_part("###GIVE UP###")
-    (('No, that is all, please close it.', 'done'), ('', 'gave_up'))
+    (('No, that is all, please close it.', 'done', False), ('', 'gave_up', False))
     """
     text = text.rpartition("</think>")[2].strip()
     first = SPEAKER.match(text)
     if first and re.search("user|human|customer", first[0], re.I):
         text = text[first.end():]
-    text = SPEAKER.split(text, 1)[0].strip()
+    said, *forged = SPEAKER.split(text.strip(), 1)
+    text = said.strip()
     sign = re.search(r"\s*###\s*(DONE|GIVE UP)\s*###$", text)
     if not sign:
-        return text, "continue"
-    return text[:sign.start()].strip(), "done" if sign[1] == "DONE" else "gave_up"
+        return text, "continue", bool(forged)
+    return text[:sign.start()].strip(), "done" if sign[1] == "DONE" else "gave_up", bool(forged)
 
 
 class HumanUser:

@@ -866,7 +866,7 @@ def goal_record(dialogue) -> dict:
             "uncorrected": success and user.corrections == 0, "turns": dialogue.turns, "ended": dialogue.ended,
             "asked": bool(questions), "questions": len(questions), "repeat_questions": len(questions) - len(set(questions)),
             "reply_questions": sum("?" in (turn.reply or "") for _, _, turn in dialogue.steps),
-            "corrections": user.corrections, "wrong_bookings": wrong}
+            "corrections": user.corrections, "wrong_bookings": wrong, "user_forged": getattr(user, "forged", 0)}  # a model's only
 
 
 def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> tuple[dict, list]:
@@ -892,8 +892,8 @@ def evaluate(policy: Policy, judge, scenarios: list[Scenario], settings: Setting
     figures |= evaluate_points(policy, judge, scenarios, settings)
     ended = {reason: sum(r["ended"] == reason for r in every) for reason in sorted({r["ended"] for r in every})}
     return {**figures, "episodes": len(every), "repeats": settings.repeats, "user_errors": sum(map(len, records)) - len(every),
-            "without_booking": len(every) - len(scored), "ended": ended, "intervals": intervals,
-            "dialogues": [r for run in records for r in run]}, runs[0]
+            "user_forged": sum(r["user_forged"] for run in records for r in run), "without_booking": len(every) - len(scored), "ended": ended,
+            "intervals": intervals, "dialogues": [r for run in records for r in run]}, runs[0]
 
 
 def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: Settings) -> dict:
@@ -1475,7 +1475,7 @@ def run_eval(settings: Settings) -> None:
             low, high = figures["intervals"].get(name, (None, None))
             print(f"{label:<28}{figures[name]:>8.3f}" + (f"   [{low:.3f}, {high:.3f}]" if low is not None else ""))
     print("ended: " + ", ".join(f"{reason} {count}" for reason, count in figures["ended"].items()))
-    if left_out := {name: figures[name] for name in ("user_errors", "judge_failed", "without_booking") if figures.get(name)}:
+    if left_out := {name: figures[name] for name in ("user_errors", "user_forged", "judge_failed", "without_booking") if figures.get(name)}:
         print("left out: " + ", ".join(f"{name} {count}" for name, count in left_out.items()))
     if settings.json:
         spent = CLAUDE[0].report() if CLAUDE else {}

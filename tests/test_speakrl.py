@@ -457,14 +457,14 @@ def test_pass_at_k_leaves_out_what_the_user_ended(monkeypatch):
     """Goal a: no user, then a success; b: two failures; c: no user at all. pass@2 is 1 of 2."""
     record = lambda id, success, ended="done": {
         "id": id, "twin_kind": None, "ambiguous": True, "success": success, "uncorrected": success, "asked": False, "ended": ended,
-        **dict.fromkeys(("turns", "questions", "repeat_questions", "reply_questions", "wrong_bookings", "corrections"), 1)}
+        **dict.fromkeys(("turns", "questions", "repeat_questions", "reply_questions", "wrong_bookings", "corrections", "user_forged"), 1)}
     runs = [[record("a", False, "user_error"), record("b", False), record("c", False, "user_error")],
             [record("a", True), record("b", False), record("c", False, "user_error")]]
     monkeypatch.setattr(speakrl, "play_scenarios", lambda policy, scenarios, repeat, settings: runs[repeat])
     monkeypatch.setattr(speakrl, "goal_record", lambda record: record)
     monkeypatch.setattr(speakrl, "evaluate_points", lambda *_: {})
     figures, _ = speakrl.evaluate(None, None, [], Settings(repeats=2))
-    assert (figures["pass_at_k"], figures["success"], figures["user_errors"]) == (0.5, pytest.approx(1 / 3), 3)
+    assert (figures["pass_at_k"], figures["success"], figures["user_errors"], figures["user_forged"]) == (0.5, pytest.approx(1 / 3), 3, 6)
 
 
 def test_eval_writes_every_promised_key(tmp_path, capsys):
