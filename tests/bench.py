@@ -2,13 +2,14 @@
 
 Each shape is timed plain (every completion carries its prompt through the network, all logits of a prompt's completions at once),
 shared (`grpo.prefill`, `grpo.head_logprobs`), shared with `--checkpointing`, and by TRL's GRPOTrainer where TRL is installed, in turn
-and in one run, each measurement in a process of its own, so that its peak of memory is its own; each does its work three times, and
-the fastest counts, since a process meets most of its memory for the first time in the others. TRL is tried for one step with 1, 4, 8
-and 16 rows a device batch, and runs in turn with the others at the fastest of these. "forwarded" are the tokens that went through the
-network. "of the limit" compares with this machine: in the update, the products that were needed (6 for each weight and forwarded
-token, 8 for the output head, which runs once more; attention's own left out) with the rate of a large product of matrices; in the
-rollout, the seconds with a bare loop that does nothing but forward B rows token by token, on prompts that were computed once. The
-optimiser's own time is left out everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
+and in one run, each measurement in a process of its own, so that its peak of memory is its own; each does its work three times,
+less often if that takes over two minutes, and the fastest counts, since a process meets most of its memory for the first time in the
+others. TRL is tried for one step with 1, 4, 8 and 16 rows a device batch (the moments of AdamW are not yet in its memory then), and
+runs in turn with the others at the fastest of these. "forwarded" are the tokens that went through the network. "of the limit" compares
+with this machine: in the update, the products that were needed (6 for each weight and forwarded token, 8 for the output head, which
+runs once more; attention's own left out) with the rate of a large product of matrices; in the rollout, the seconds with a bare loop
+that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is left out
+everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
 `--growth`: how the cost grows with G, with the prompt, and with the width of the model. `--model FOLDER`: these weights for the shapes
 of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
@@ -26,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-TIMES = 3  # what a measurement does over
+TIMES, SECONDS = 3, 120  # what a measurement does over: so many times, but none after so many seconds
 
 # name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens, width, layers
 SMOL = (576, 30)
@@ -92,6 +93,9 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
         completions = grpo.sample(model, prompts, G, **how) if eos_ids else torch.randint(3, 49152, (len(prompts) * G, c)).tolist()
         weight_B, adv_B = torch.full((len(completions),), 0.01), torch.linspace(-1, 1, len(completions))
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimiser.step()  # now its moments are there, as in every update but the first
         if way == "checkpointing":
             grpo.checkpoint_layers(model)
 
@@ -106,13 +110,11 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     before = peak_mb()
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
-    for _ in range(TIMES):
+    while len(times) < TIMES and sum(times) < SECONDS:
         forwarded.clear()
         began = time.time()
         tokens = sum(map(len, run()))
         times.append(time.time() - began)
-        if part == "update":
-            optimiser.step()  # its moments are in the memory of every update but the first
     grpo.prefill = prefill
     found = {"seconds": min(times), "tokens": tokens, "forwarded": sum(forwarded), "before_mb": before, "peak_mb": peak_mb()}
     if part == "rollout":
@@ -215,10 +217,11 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
                 tried[way] = run
                 print_row(shape, f"{way}, one step", [run], None)
     if tried:
-        runs[min(tried, key=lambda way: tried[way]["rollout"] + tried[way]["update"])] = []
+        seconds, best = min((run["rollout"] + run["update"], way) for way, run in tried.items())
+        runs[best], steps = [], min(TIMES, max(2, round(SECONDS / seconds)))
     for turn in range(repeats):
         for way, some in runs.items():
-            rollout, update = ((in_process(measure_trl, shape, TIMES, way, folder),) * 2 if way.startswith("trl") else
+            rollout, update = ((in_process(measure_trl, shape, steps, way, folder),) * 2 if way.startswith("trl") else
                                (in_process(measure, shape, part, way, folder) for part in ("rollout", "update")))
             if not (rollout and update):
                 print(f"{shape}, {way}: left out, the process that measured died; is there memory enough?", flush=True)
