@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import multiprocessing
+import os
 import random
 import re
 import time
+from pathlib import Path
 
 import torch
 
@@ -227,6 +230,48 @@ def gate(folder: str, goals: int) -> None:
           f"turns of the right form                            {figures['format']:.3f}   (0.40 to 0.80)")
 
 
+SAVE_EVERY = 500  # steps
+
+
+def save_state(path: Path, step: int, asked: dict, model, optimisers: list) -> None:
+    """Weights, state of the optimisers and what was asked for, whole or not at all; no pickle."""
+    from safetensors.torch import save_file
+    names, tensors = {p: name for name, p in model.named_parameters()}, {}
+    for optimiser in optimisers:
+        for p in optimiser.param_groups[0]["params"]:
+            tensors |= {f"{names[p]} {key}": value for key, value in {"weight": p.detach(), **optimiser.state[p]}.items()}
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, {"step": str(step), "asked": json.dumps(asked)})
+    os.replace(part, path)
+
+
+def load_state(path: Path, model, optimisers: list) -> int:
+    """Puts back what save_state wrote; returns the number of steps that were made."""
+    from safetensors import safe_open
+    names = {p: name for name, p in model.named_parameters()}
+    with safe_open(path, "pt") as file:
+        found = {}
+        for key in file.keys():
+            name, _, part = key.partition(" ")
+            found.setdefault(name, {})[part] = file.get_tensor(key)
+        for optimiser in optimisers:
+            for p in optimiser.param_groups[0]["params"]:
+                p.data.copy_(found[names[p]].pop("weight"))
+                optimiser.state[p] = found[names[p]]
+        return int(file.metadata()["step"])
+
+
+def check_resume(path: Path, asked: dict) -> None:
+    """Exits with a line if there is nothing to go on from, or something else was asked for."""
+    from safetensors import safe_open
+    if not path.exists():
+        raise SystemExit(f"data.pretrain: --resume: there is no {path}; without --resume a run begins")
+    with safe_open(path, "pt") as file:
+        before = json.loads(file.metadata()["asked"])
+    if changed := [f"--{key.replace('_', '-')} was {before[key]}, is {value}" for key, value in asked.items() if before[key] != value]:
+        raise SystemExit(f"data.pretrain: --resume: the settings differ from those of {path}: {'; '.join(changed)}")
+
+
 def main() -> None:
     """Generate the corpus, train tokenizer and model, save an ordinary Hugging Face folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -240,14 +285,18 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0, choices=range(4), help="each has 200 000 training towns of its own")
     parser.add_argument("--gate", metavar="FOLDER", help="train nothing; print how good the base in FOLDER is")
+    parser.add_argument("--resume", action="store_true", help=f"go on with a run of these settings that was stopped: from the last {SAVE_EVERY} steps that it saved")
     args = parser.parse_args()
     if args.gate:
         return gate(args.gate, 100)
+    asked, state = {key: value for key, value in vars(args).items() if key not in ("resume", "gate", "out")}, Path(args.out) / "pretraining.safetensors"
+    if args.resume:
+        check_resume(state, asked)
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     began = time.time()
     first = 200_000 * (args.seed + 1)
-    tokenizer = train_tokenizer([m["content"] for seed in range(first, first + 1000) for messages, steps in demonstrate(seed)
+    tokenizer = train_tokenizer([m["content"] for seed in range(first, first + min(1000, args.towns)) for messages, steps in demonstrate(seed)
                                  for m in [*messages, *({"content": text} for _, text, _ in steps)]], args.vocab)
     with multiprocessing.Pool() as pool:
         chunks = [(tokenizer, range(s, min(s + 500, first + args.towns))) for s in range(first, first + args.towns, 500)]
@@ -259,7 +308,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(2.75 * args.width) // 8 * 8,
-                         num_hidden_layers=args.layers, num_attention_heads=args.width // 32, max_position_embeddings=1024, tie_word_embeddings=True,
+                         num_hidden_layers=args.layers, num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = LlamaForCausalLM(config)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -267,6 +316,7 @@ def main() -> None:
     optimisers = [torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),  # learns to copy sooner than AdamW
                   torch.optim.AdamW(others, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.98))]
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}", flush=True)
+    made = load_state(state, model, optimisers) if args.resume else 0
 
     batches, epoch = [], 0
     for step in range(args.steps):
@@ -275,11 +325,14 @@ def main() -> None:
             some = [row for row in rows if not early or len(row[0]) < 350]
             batches = make_batches(some, args.batch_tokens // (2 if early else 1), random.Random(f"epoch {args.seed} {epoch}"))
             epoch += 1
+        batch = batches.pop()
+        if step < made:
+            continue
         rate = args.lr * min((step + 1) / 100, (args.steps - step) / args.steps)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
-        loss = learned_loss(model, batches.pop(), tokenizer.pad_token_id)
+        loss = learned_loss(model, batch, tokenizer.pad_token_id)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -287,10 +340,12 @@ def main() -> None:
             optimiser.step()
         if step % 50 == 0 or step + 1 == args.steps:
             print(f"step {step} loss {loss.item():.4f} lr {rate:.5f} {time.time() - began:.0f} s", flush=True)
-        if (step + 1) % 500 == 0 or step + 1 == args.steps:
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == args.steps:
             model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
             model.save_pretrained(args.out)
             tokenizer.save_pretrained(args.out)
+            save_state(state, step + 1, asked, model, optimisers)
+    state.unlink()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """Generated towns, the oracle and its rules, decision points, and the rows and tokenizer of pretraining."""
+import contextlib
 import doctest
 import hashlib
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import data.pretrain
 import data.speaker
 import data.towns
 from env import BOOK_SLOTS, FIELDS, MAX_ROWS, booking_satisfies, meets, render_prompt, score_dialogue
@@ -611,6 +614,37 @@ def test_a_name_reads_the_same_wherever_it_stands(tokenizer):
     inside = [tokenizer.encode(t, add_special_tokens=False) for t in ('"golden wok"', "(golden wok)", "at golden wok,")]
     name = tokenizer.encode("golden wok", add_special_tokens=False)
     assert all(any(ids[i:i + len(name)] == name for i in range(len(ids))) for ids in inside)
+
+
+def test_pretraining_that_is_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch, capsys):
+    """Six steps, saved every two; stopped in the fourth. The third is made again, and nothing is left but an ordinary folder."""
+    step, calls = data.pretrain.learned_loss, []
+
+    def pretrain(out, *flags, stop=None):
+        def loss(*args):
+            calls.append(out)
+            if calls.count(out) == stop:
+                raise KeyboardInterrupt
+            return step(*args)
+        monkeypatch.setattr(data.pretrain, "learned_loss", loss)
+        monkeypatch.setattr("sys.argv", ["data.pretrain", "--out", str(tmp_path / out), "--towns", "60", "--steps", "6", "--batch-tokens", "1000",
+                                         "--width", "16", "--layers", "1", *flags])
+        data.pretrain.main()
+        return (tmp_path / out / "model.safetensors").read_bytes()
+
+    monkeypatch.setattr(data.pretrain, "SAVE_EVERY", 2)
+    monkeypatch.setattr(data.pretrain.multiprocessing, "Pool", lambda: contextlib.nullcontext(SimpleNamespace(imap=map)))
+    whole = pretrain("whole")
+    with pytest.raises(SystemExit, match="there is no .*pretraining.safetensors"):
+        pretrain("stopped", "--resume")
+    with pytest.raises(KeyboardInterrupt):
+        pretrain("stopped", stop=4)
+    with pytest.raises(SystemExit, match=r"--lr was 0.01, is 0.1"):
+        pretrain("stopped", "--resume", "--lr", "0.1")
+    calls.clear()
+    assert pretrain("stopped", "--resume") == whole and len(calls) == 4
+    assert sorted(p.name for p in (tmp_path / "stopped").iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert not (tmp_path / "stopped" / "pretraining.safetensors").exists()
 
 
 # ---- faults that were found once
