@@ -16,7 +16,8 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
-here, but that `sample` needs `prefill` and `make_room`, and `shared_logprobs` needs `prefill`, `head_logprobs` and `token_logprobs`.
+here, but that `prefill` needs `counts_columns`, `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`,
+`head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
@@ -146,9 +147,8 @@ def prefill(model, prompts, G, pad_id):
     decoder, lengths = model.get_decoder(), [len(prompt) for prompt in prompts]
     P, L = len(prompts), max(lengths)
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
-    # Sliding windows (and the ALiBi of MPT) count columns: padding between the two levels would push what is shared away.
-    columns = any(getattr(decoder.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size", "attn_config"))
-    S = min(lengths) - 1 if min(lengths) == L or not columns else 0
+    # Padding between the two levels would push what is shared out of a sliding window.
+    S = min(lengths) - 1 if min(lengths) == L or not counts_columns(model) else 0
     S = next((t for t in range(S) if len({prompt[t] for prompt in prompts}) > 1), S)
     ids_PL = torch.tensor([[*p[:S], *[pad_id] * (L - len(p)), *p[S:]] for p in prompts], device=model.device)
     attention_PL = torch.tensor([[1] * S + [0] * (L - n) + [1] * (n - S) for n in lengths], device=model.device)
@@ -168,7 +168,7 @@ def prefill(model, prompts, G, pad_id):
                               "once for each completion")
                 cache = None
                 break
-        if cache is not None:
+        if cache is not None and repeats > 1:  # once would be a copy too
             cache.batch_repeat_interleave(repeats)
     return ids_PL.repeat_interleave(G, 0), attention_PL.repeat_interleave(G, 0), cache
 
@@ -217,28 +217,57 @@ def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
     """`token_logprobs`, contract and result, with every token computed once, in memory that hardly depends on V.
 
     P prompts that share S tokens and have p more each, with G completions of c, cost S + P*p + P*G*c tokens and not
-    P*G*(S + p + c). The gradient flows through the cache, in which keys and values are repeated for the rows that share them.
-    Only tokens of completions reach the output head (`head_logprobs`). Models whose cache cannot be repeated take the
-    plain function.
+    P*G*(S + p + c). The G completions of a prompt stand one behind the other in one row, blind to each other, so keys and values of
+    the prompt are held once; the gradient flows through the cache. Models that count columns get a row for each completion, and
+    a copy of keys and values. Only tokens of completions reach the output head (`head_logprobs`). Models whose cache cannot be
+    repeated take the plain function.
     """
     assert temperature > 0, f"temperature is {temperature}; score greedy samples at the temperature of the policy, 1.0"
     P, B = len(prompts), len(completions)
     assert P > 0 and B % P == 0, f"{B} completions are no multiple of {P} prompts"
-    ids_BL, attention_BL, cache = prefill(model, prompts, B // P, pad_id)
+    R = B if counts_columns(model) else P
+    _, attention_RL, cache = prefill(model, prompts, R // P, pad_id)
     if cache is None:
         return token_logprobs(model, prompts, completions, temperature, pad_id)
-    T = max(len(completion) for completion in completions)
-    tokens_BT = ids_BL.new_tensor([list(c) + [pad_id] * (T - len(c)) for c in completions])
-    mask_BT = torch.tensor([[True] * len(c) + [False] * (T - len(c)) for c in completions], dtype=torch.bool, device=model.device)
-    # On the cache of L - 1 columns: the last prompt token, which predicts the first completion token, and all completion
-    # tokens but the last, which predicts nothing.
-    ids = torch.cat([ids_BL[:, -1:], tokens_BT[:, :-1]], 1)
-    attention = torch.cat([attention_BL, mask_BT[:, :-1].long()], 1)
-    positions = (attention.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-    out = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=positions, cache=cache, use_cache=True)
-    hidden_ND = out.last_hidden_state[:, :T][mask_BT]
-    logp_N = head_logprobs(model, type(out), hidden_ND, tokens_BT[mask_BT], temperature)
-    return logp_N.new_zeros(B, T).masked_scatter(mask_BT, logp_N), mask_BT
+
+    # A row, on the cache of L - 1 columns: the last prompt token, which predicts the first token of each completion, and then the
+    # completions, all but their last tokens, which predict nothing.
+    rows = []
+    for r in range(R):
+        ids, part, step, source = [prompts[r * P // R][-1]], [0], [0], []
+        for k, completion in enumerate(completions[r * B // R:(r + 1) * B // R]):
+            source += [0, *range(len(ids), len(ids) + len(completion) - 1)][:len(completion)]  # where each of its tokens is predicted
+            ids += completion[:-1]
+            part += [k + 1] * (len(completion) - 1)
+            step += range(1, len(completion))
+        rows.append([torch.tensor(x, dtype=torch.long) for x in (ids, part, step, source)])
+    pad = lambda column, value: torch.nn.utils.rnn.pad_sequence([row[column] for row in rows], True, value).to(model.device)
+    ids_RF, part_RF, step_RF = pad(0, pad_id), pad(1, -1), pad(2, 0)
+    F = ids_RF.shape[1]
+    if R < B:
+        seen_RFF = ((part_RF[:, None] == part_RF[:, :, None]) | (part_RF[:, None] == 0)).tril()  # [r, query, key]
+        seen_RFK = torch.cat([attention_RL[:, None, :-1].bool().expand(-1, F, -1), seen_RFF], 2)
+        attention = torch.zeros(R, 1, *seen_RFK.shape[1:], dtype=model.dtype, device=model.device).masked_fill(~seen_RFK[:, None], -torch.inf)
+    else:
+        attention = torch.cat([attention_RL, (part_RF[:, 1:] > 0).long()], 1)  # windows and causality are then the model's own affair
+    out = model.get_decoder()(input_ids=ids_RF, attention_mask=attention, position_ids=attention_RL.sum(1, keepdim=True) - 1 + step_RF,
+                              cache=cache, use_cache=True)
+
+    source_N = torch.cat([r * F + row[3] for r, row in enumerate(rows)]).to(model.device)
+    tokens_N = torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=model.device)
+    logp_N = head_logprobs(model, type(out), out.last_hidden_state.flatten(0, 1)[source_N], tokens_N, temperature)
+    lengths_B = torch.tensor([len(completion) for completion in completions], device=model.device)
+    mask_BT = torch.arange(int(lengths_B.max()), device=model.device) < lengths_B[:, None]
+    return torch.zeros(mask_BT.shape, device=model.device).masked_scatter(mask_BT, logp_N), mask_BT
+
+
+def counts_columns(model):
+    """Whether the model tells the distance of two tokens by their columns and not by `position_ids`: sliding windows, chunks, ALiBi.
+    It then cannot read a row with padding between its tokens, or with several completions in it."""
+    import inspect
+    decoder = model.get_decoder()
+    return ("position_ids" not in inspect.signature(decoder.forward).parameters
+            or any(getattr(decoder.config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size", "alibi")))
 
 
 def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_bytes=2**26):

@@ -43,8 +43,10 @@ def tiny(kind="llama", dropout=0.0, vocab=V):
                  num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
                  bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
     own = {"Gemma2": dict(sliding_window=8, final_logit_softcapping=3.0, query_pre_attn_scalar=16), "Cohere": dict(logit_scale=0.3),
-           "Granite": dict(logits_scaling=4.0), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
+           "Granite": dict(logits_scaling=4.0), "Falcon": dict(alibi=True), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
            "GPTNeo": dict(window_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])}
+    if kind == "falcon":
+        del sizes["head_dim"]
     name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, kind.capitalize())
     config = getattr(transformers, name + "Config")(**{**sizes, **own.get(name, {})})
     return getattr(transformers, name + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM"))(config).eval()
@@ -99,8 +101,8 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 
 @pytest.mark.parametrize("name, needs", [
-    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
-    ("shared_logprobs", {"prefill", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
+    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", {"counts_columns"}), ("counts_columns", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
+    ("shared_logprobs", {"prefill", "counts_columns", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
     ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
     """Its source, executed beside torch and what the docstring says it needs, finds every global that it uses."""
@@ -489,23 +491,25 @@ def draw(*lengths, seed=3):
 
 
 SYSTEM, OWN = list(range(20, 29)), [[1, 2, 3, 4, 5, 6], [7, 8], [9], [10, 11, 12, 13], [14, 15, 16, 17]]
-# (prompts, what each call of the body sees: rows, tokens of a row), with two completions each of at most 7 tokens
-LAYOUTS = {"padded": ([OWN[0] * 2, OWN[1] * 2, [9]], [(3, 11), (6, 7)]),
-           "shared and padded": ([SYSTEM + own for own in OWN[:3]], [(1, 9), (3, 5), (6, 7)]),
-           "shared": ([SYSTEM + own for own in OWN[3:]], [(1, 9), (2, 3), (4, 7)]),
-           "one prompt": ([SYSTEM], [(1, 8), (2, 7)]),
-           "one token": ([[1]], [(2, 3)]),  # nothing to share: plain
-           "a prompt twice": ([SYSTEM, SYSTEM], [(1, 8), (4, 7)])}
+# (prompts, what each call of the body sees: rows, tokens of a row), with two completions each, of 5 and 7, 1 and 0, 4 and 2 tokens:
+# the longest row of the last call holds a prompt's last token and 4 and 6 of its completions, or 6 where each has a row of its own
+LAYOUTS = {"padded": ([OWN[0] * 2, OWN[1] * 2, [9]], [(3, 11), (3, 11)], [(3, 11), (6, 7)]),
+           "shared and padded": ([SYSTEM + own for own in OWN[:3]], [(1, 9), (3, 5), (3, 11)], [(3, 14), (6, 7)]),  # padding in the middle would shift windows
+           "shared": ([SYSTEM + own for own in OWN[3:]], [(1, 9), (2, 3), (2, 11)], [(1, 9), (2, 3), (4, 7)]),
+           "one prompt": ([SYSTEM], [(1, 8), (1, 11)], [(1, 8), (2, 7)]),
+           "one token": ([[1]], [(2, 3)], [(2, 3)]),  # nothing to share: plain
+           "a prompt twice": ([SYSTEM, SYSTEM], [(1, 8), (2, 11)], [(1, 8), (4, 7)])}
 COMPLETIONS = [*draw(5, 7, 1), [], *draw(4, 2)]
+COLUMNS = ["gemma2", "gptneo", "mpt", "bloom", "falcon"]  # windows and ALiBi: distances are counted in columns
 
 
-@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", "gptneo", "mpt"])
+@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", *COLUMNS[1:]])
 def test_shared_prompts_change_neither_log_probs_nor_gradients(kind, monkeypatch):
     """Log-probs to 1e-4, gradients to 1e-5 of the largest, for each normalisation; and which tokens are computed."""
     model, seen = tiny(kind), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
     monkeypatch.setattr(head_logprobs, "__defaults__", (4 * V * 3,))  # three tokens at a time
-    for name, (prompts, calls) in LAYOUTS.items():
+    for name, (prompts, packed, by_rows) in LAYOUTS.items():
         completions = COMPLETIONS[:2 * len(prompts)] if len(prompts[0]) > 1 else [[2, 3], [4]]
         lengths, B = torch.tensor([len(c) for c in completions]), len(completions)
         for norm in ("sequence", "token", "constant") if "shared" in name else ("sequence",):
@@ -521,20 +525,18 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(kind, monkeypatch
             assert torch.equal(mask, mask_shared) and logp_shared.dtype == torch.float32
             close(logp_shared, logp, 1e-4)
             assert (grad_shared - grad).abs().max() <= 1e-5 * grad.abs().max() and grad.abs().max() > 0, (name, norm)
-        if kind in ("gemma2", "gptneo", "mpt") and name == "shared and padded":  # padding in the middle would shift their windows or biases
-            calls = [(3, 14), (6, 7)]
-        assert seen == calls, name
+        assert seen == (by_rows if kind in COLUMNS else packed), name
 
 
 def test_every_token_is_computed_once():
-    """S shared tokens, P prompts of p more, G completions of c: S + P*p + P*G*c tokens, less the last one of each prompt, which goes
-    with its completions in place of their own last, which predicts nothing."""
+    """S shared tokens, P prompts of p more, G completions of c: S + P*p + P*G*c tokens, less the last one of each completion, which
+    predicts nothing. In the rollout the last token of a prompt goes with each of its completions."""
     S, P, p, G, c = 9, 2, 4, 3, 5
     model, seen = tiny(), []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
     prompts, completions = [SYSTEM + own for own in OWN[3:]], draw(*[c] * P * G)
     shared_logprobs(model, prompts, completions, 1.0)
-    assert sum(seen) == S + P * (p - 1) + P * G * c
+    assert sum(seen) == S + P * p + P * G * (c - 1)
     seen.clear()
     token_logprobs(model, prompts, completions, 1.0)
     assert sum(seen) == P * G * (S + p + c)
@@ -567,8 +569,10 @@ class Uncached:
     def __init__(self, body):
         self.body = body
 
-    def __call__(self, input_ids, **kwargs):
+    def forward(self, input_ids, **kwargs):
         return SimpleNamespace(last_hidden_state=self.body(input_ids).last_hidden_state)
+
+    __call__ = forward
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -630,7 +634,7 @@ def test_memory_hardly_depends_on_the_vocabulary(monkeypatch):
     assert shared[1] < 1.1 * shared[0] and plain[1] > 1.5 * plain[0], (plain, shared)
 
 
-@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", "gptneo", "mpt"])
+@pytest.mark.parametrize("kind", [*SHARING, "cohere", "granite", *COLUMNS[1:]])
 def test_layers_computed_again_change_nothing(kind):
     """Shared and plain path, to the last bit; each layer runs once more in the backward pass, and not at all more when sampling."""
     prompts, completions, got = LAYOUTS["shared and padded"][0], COMPLETIONS[:6], []
@@ -642,7 +646,7 @@ def test_layers_computed_again_change_nothing(kind):
         attention.register_forward_hook(lambda *_: runs.append(1))
         if again:
             grpo.checkpoint_layers(model)
-        for function, passes in ((token_logprobs, 1), (shared_logprobs, 2 if kind in ("gemma2", "gptneo", "mpt") else 3)):
+        for function, passes in ((token_logprobs, 1), (shared_logprobs, 2 if kind in COLUMNS else 3)):
             model.zero_grad()
             runs.clear()
             logp, mask = function(model, prompts, completions, 0.6, pad_id=7)
