@@ -11,7 +11,7 @@ runs once more; attention's own left out) with the rate of a large product of ma
 that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is left out
 everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
-`--growth`: how the cost grows with G, with the prompt, and with the width of the model. `--model FOLDER`: these weights for the shapes
+`--growth`: how the cost of both ways, plain and shared, grows with G, the prompt and the width. `--model FOLDER`: these weights for the shapes
 of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
 """
 import argparse
@@ -208,9 +208,10 @@ def in_process(function, *args):
 
 def compare(shape: str, repeats: int, folder: str) -> dict:
     """Every way, `repeats` rounds: the measurements, and rows of the table (medians), printed as soon as they are complete."""
-    runs: dict[str, list[dict]] = {"plain": [], "shared": [], "checkpointing": []}
+    runs: dict[str, list[dict]] = {"plain": [], "shared": []}
     tried = {}
     if shape in SHAPES:
+        runs["checkpointing"] = []
         rows = SHAPES[shape][0] * SHAPES[shape][1] if SHAPES[shape] else 64
         for way in [f"trl {n}" for n in (1, 4, 8, 16) if rows % n == 0]:
             if run := in_process(measure_trl, shape, 1, way, folder):

@@ -3,7 +3,7 @@
     python tests/study.py                         all of it, seeds 0, 1, 2: about two and a quarter hours on two free cores
     python tests/study.py --only base default format --seeds 0
     python tests/study.py --larger runs/larger    beside them a larger base, without reinforcement learning, made by
-                                                  python -m data.pretrain --width 320 --layers 6 --lr 4e-3 --towns 24000 --steps 1600 --out runs/larger
+                                                  python -m data.pretrain --width 320 --layers 6 --lr 4e-3 --towns 36000 --steps 2400 --out runs/larger
     python tests/study.py --search --seeds 0      learning rates and epochs of SFT and DPO, on valid: about 75 minutes a seed
 
 Each name in TRAINED is a training that differs from the default one in one thing, on generated towns; it is evaluated on test (200
