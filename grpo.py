@@ -137,7 +137,7 @@ def prefill(model, prompts, G, pad_id):
 
     In two levels: what all prompts begin with (system text, tool schemas: S tokens) goes through the network once, and on
     top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is. One level (S = 0)
-    where prompts of different lengths meet a model with sliding windows.
+    where prompts of different lengths meet a model that counts columns.
 
     prompts: P non-empty lists of token ids. Returns (ids_BL, attention_BL, cache): int64, G rows a prompt, laid out as
     shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
