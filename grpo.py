@@ -15,7 +15,7 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
     loss, metrics = dpo_loss(chosen_N, rejected_N, ref_chosen_N, ref_rejected_N, weight_N, beta)
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
-_T completion tokens, _V vocabulary, _N trajectories or pairs of them. Copy functions out: they need torch and nothing else
+_T completion tokens, _V vocabulary, _N trajectories or pairs of them; in `shared_logprobs` _R rows of _F tokens behind _L of prompts. Copy functions out: they need torch and nothing else
 here, but that `prefill` needs `counts_columns`, `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`,
 `head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
@@ -230,19 +230,21 @@ def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
     if cache is None:
         return token_logprobs(model, prompts, completions, temperature, pad_id)
 
-    # A row, on the cache of L - 1 columns: the last prompt token, which predicts the first token of each completion, and then the
-    # completions, all but their last tokens, which predict nothing.
+    # A row, on the cache of L - 1 columns: the last prompt token, which predicts the first token of each completion, and then its
+    # completions, all but their last tokens, which predict nothing. `part` says to which completion a token belongs (0: to the prompt),
+    # `step` how far it is from the last prompt token, `source` in which column each completion token is predicted.
     rows = []
     for r in range(R):
         ids, part, step, source = [prompts[r * P // R][-1]], [0], [0], []
         for k, completion in enumerate(completions[r * B // R:(r + 1) * B // R]):
-            source += [0, *range(len(ids), len(ids) + len(completion) - 1)][:len(completion)]  # where each of its tokens is predicted
+            source += [0, *range(len(ids), len(ids) + len(completion) - 1)][:len(completion)]
             ids += completion[:-1]
             part += [k + 1] * (len(completion) - 1)
             step += range(1, len(completion))
         rows.append([torch.tensor(x, dtype=torch.long) for x in (ids, part, step, source)])
-    pad = lambda column, value: torch.nn.utils.rnn.pad_sequence([row[column] for row in rows], True, value).to(model.device)
-    ids_RF, part_RF, step_RF = pad(0, pad_id), pad(1, -1), pad(2, 0)
+    ids, part, step, source = zip(*rows)
+    ids_RF, part_RF, step_RF = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_value=value).to(model.device)
+                                for x, value in ((ids, pad_id), (part, -1), (step, 0)))
     F = ids_RF.shape[1]
     if R < B:
         seen_RFF = ((part_RF[:, None] == part_RF[:, :, None]) | (part_RF[:, None] == 0)).tril()  # [r, query, key]
@@ -253,7 +255,7 @@ def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
     out = model.get_decoder()(input_ids=ids_RF, attention_mask=attention, position_ids=attention_RL.sum(1, keepdim=True) - 1 + step_RF,
                               cache=cache, use_cache=True)
 
-    source_N = torch.cat([r * F + row[3] for r, row in enumerate(rows)]).to(model.device)
+    source_N = torch.cat([r * F + columns for r, columns in enumerate(source)]).to(model.device)
     tokens_N = torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=model.device)
     logp_N = head_logprobs(model, type(out), out.last_hidden_state.flatten(0, 1)[source_N], tokens_N, temperature)
     lengths_B = torch.tensor([len(completion) for completion in completions], device=model.device)
