@@ -16,8 +16,8 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them; in `shared_logprobs` _R rows of _F tokens
-behind _L of prompts. Copy functions out: they need torch and nothing else here, but that `prefill` needs `counts_columns`, `sample`
-also `prefill` and `make_room`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
+behind _L of prompts. Copy functions out: they need torch and nothing else here, but that `prefill` needs `counts_columns`, `keep` and
+`recall`, `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
@@ -40,14 +40,15 @@ import torch
 
 
 @torch.no_grad()
-def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed, stretch=32):
+def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed, stretch=32, kept=None):
     """Sample G completions for each prompt from exactly the distribution that `token_logprobs` scores.
 
     prompts: P non-empty lists of token ids. Returns P*G lists of token ids, prompt-major. Each includes its end token
     if one was sampled; a completion that does not end in one of `eos_ids` was cut off by `max_new_tokens`.
     temperature 0 is greedy. The same call gives the same ids, the caller's random stream stays where it was. All rows
     go through the model at once and share one stream, so a row's draw depends on the rows beside it. A prompt is computed
-    once for its G completions, and every `stretch` tokens the rows that have ended are dropped: same distribution.
+    once for its G completions, and every `stretch` tokens the rows that have ended are dropped: same distribution. With `kept`, the
+    next turn of a dialogue computes only what is new in its prompt: see `keep`.
     The model comes back as it was: train/eval mode of every submodule, generation config.
 
     >>> sample(model, [[5, 6], [7]], 2, max_new_tokens=3, temperature=1.0, eos_ids=[1], pad_id=0,
@@ -73,7 +74,7 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
         model.eval()  # no dropout, and gradient checkpointing, which would switch the cache off, is for train mode only
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            ids, attention, cache = prefill(model, prompts, G, pad_id)
+            ids, attention, cache = prefill(model, prompts, G, pad_id, kept)
             completions = [[] for _ in ids]
             going = list(range(len(ids)))  # rows without an end token yet; all of them are equally long
             while going:
@@ -132,45 +133,82 @@ def make_room(cache, columns):
             layer.update = write_in_place(layer)
 
 
-def prefill(model, prompts, G, pad_id):
+def prefill(model, prompts, G, pad_id, kept=None):
     """Forward P prompts once, all but their last token, and repeat what the model keeps of them G times.
 
     In two levels: what all prompts begin with (system text, tool schemas: S tokens) goes through the network once, and on
     top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is. One level (S = 0)
-    where prompts of different lengths meet a model that counts columns.
+    where prompts of different lengths meet a model that counts columns. In place of the first level, what earlier calls have kept
+    of each prompt (see `keep`).
 
     prompts: P non-empty lists of token ids. Returns (ids_BL, attention_BL, cache): int64, G rows a prompt, laid out as
-    shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
+    padding | kept or shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
     cache of their first L - 1 columns, with gradient unless it is switched off. cache is None where there is nothing to
     keep (L = 1), and, with a warning, where the model keeps what cannot be repeated: recurrent states.
     """
-    decoder, lengths = model.get_decoder(), [len(prompt) for prompt in prompts]
-    P, L = len(prompts), max(lengths)
+    decoder, P, lengths = model.get_decoder(), len(prompts), [len(prompt) for prompt in prompts]
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
     # Padding between the two levels would push what is shared out of a sliding window.
-    S = min(lengths) - 1 if min(lengths) == L or not counts_columns(model) else 0
+    S = min(lengths) - 1 if min(lengths) == max(lengths) or not counts_columns(model) else 0
     S = next((t for t in range(S) if len({prompt[t] for prompt in prompts}) > 1), S)
-    ids_PL = torch.tensor([[*p[:S], *[pad_id] * (L - len(p)), *p[S:]] for p in prompts], device=model.device)
-    attention_PL = torch.tensor([[1] * S + [0] * (L - n) + [1] * (n - S) for n in lengths], device=model.device)
+    cache, done_P = kept and recall(kept, prompts) or (None, [S] * P)
+    K = max(done_P)
+    L = K + max(n - k for n, k in zip(lengths, done_P))
+    layout = [(K - k, p[:k], L - K - len(p) + k, p[k:]) for p, k in zip(prompts, done_P)]
+    ids_PL = torch.tensor([[*[pad_id] * a, *head, *[pad_id] * b, *tail] for a, head, b, tail in layout], device=model.device)
+    attention_PL = torch.tensor([[0] * a + [1] * len(head) + [0] * b + [1] * len(tail) for a, head, b, tail in layout], device=model.device)
     # Without position ids a model with absolute positions (GPT-2) counts the padding.
     positions_PL = (attention_PL.cumsum(1) - 1).clamp(min=0)
-    cache = None
-    for first, last, rows, repeats in ((0, S, 1, P), (S, L - 1, P, G)):
+    for first, last, rows, repeats in ((0, K, 1, P), (K, L - 1, P, G))[cache is not None:]:
         if first < last:
             out = decoder(input_ids=ids_PL[:rows, first:last], attention_mask=attention_PL[:rows, :last],
                           position_ids=positions_PL[:rows, first:last], cache=cache, use_cache=True)
             cache = getattr(out, "cache", None)
             # By name, not by the method: layers that keep more than keys and values inherit the method, and repeat only those.
-            kept = {type(layer).__name__ for layer in getattr(cache, "layers", [None])}
-            if not kept <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+            kinds = {type(layer).__name__ for layer in getattr(cache, "layers", [None])}
+            if not kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
                 import warnings
-                warnings.warn(f"{type(model).__name__} keeps what cannot be repeated ({', '.join(sorted(kept))}): a prompt is computed "
+                warnings.warn(f"{type(model).__name__} keeps what cannot be repeated ({', '.join(sorted(kinds))}): a prompt is computed "
                               "once for each completion")
                 cache = None
                 break
         if cache is not None and repeats > 1:  # once would be a copy too
             cache.batch_repeat_interleave(repeats)
+    if kept is not None and cache is not None and not counts_columns(model):
+        keep(kept, prompts, attention_PL, cache)
     return ids_PL.repeat_interleave(G, 0), attention_PL.repeat_interleave(G, 0), cache
+
+
+def keep(kept, prompts, attention_PL, cache, max_bytes=2**32):
+    """Put the keys and values of P prompts, all but their last tokens, into `kept`: a dict, at first empty, that the caller hands to each
+    call of `sample` while the weights stay as they are. A prompt that begins with one of these goes on from there.
+
+    For dialogues: the prompt of a turn begins with that of the turn before it, however the rows are sorted and grouped by then. The caller
+    takes out what no prompt will begin with any more. Nothing is added beyond max_bytes.
+    """
+    G, lengths = len(cache.layers[0].keys) // len(prompts), [len(prompt) - 1 for prompt in prompts]
+    held = sum(x.nbytes for _, layers in kept.values() for layer in layers for x in layer)
+    if held + sum(lengths) * sum(x[0, :, 0].nbytes for layer in cache.layers for x in (layer.keys, layer.values)) > max_bytes:
+        return
+    real_PK = attention_PL[:, :-1].bool()
+    layers = [[x[::G].transpose(1, 2)[real_PK].split(lengths) for x in (layer.keys, layer.values)] for layer in cache.layers]  # a copy
+    for p, prompt in enumerate(prompts):
+        kept[tuple(prompt[:-1])] = type(cache), [(keys[p], values[p]) for keys, values in layers]
+
+
+def recall(kept, prompts):
+    """What `keep` has put away, as (cache of a row for each of P prompts, how many of its tokens each has there), padding on the left;
+    None if it has the beginning of not all of them.
+    """
+    lengths = sorted({len(tokens) for tokens in kept}, reverse=True)
+    found = [next((tokens for n in lengths if n < len(p) and (tokens := tuple(p[:n])) in kept), None) for p in prompts]
+    if None in found:
+        return None
+    cache = kept[found[0]][0]()
+    for k, pairs in enumerate(zip(*(kept[tokens][1] for tokens in found))):
+        keys, values = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left").transpose(1, 2) for x in zip(*pairs))
+        cache.update(keys, values, k)
+    return cache, [len(tokens) for tokens in found]
 
 
 def token_logprobs(model, prompts, completions, temperature, pad_id=0):

@@ -285,7 +285,7 @@ class Policy:
             return shared_logprobs(self.model, prompts, completions, self.settings.temperature, self.pad_id)
 
     def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128,
-               max_new_tokens: int | None = None) -> list[list[int]]:
+               max_new_tokens: int | None = None, kept: dict | None = None) -> list[list[int]]:
         """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
         prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
@@ -297,7 +297,7 @@ class Policy:
             try:
                 with torch.no_grad(), self.compute():
                     new = sample(self.model, [prompts[p] for p in chunk], G, eos_ids=self.eos_ids, pad_id=self.pad_id,
-                                 max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k),
+                                 max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k), kept=kept,
                                  temperature=self.settings.temperature if temperature is None else temperature)
             except RuntimeError as error:
                 if "probability tensor" not in str(error):
@@ -309,7 +309,7 @@ class Policy:
 
     def agent(self, seed: int):
         """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full)."""
-        calls = 0
+        calls, kept = 0, {}
 
         def act(histories: list[list[dict]]) -> list[str | None]:
             nonlocal calls
@@ -317,8 +317,11 @@ class Policy:
             prompts = [self.prompt(h) for h in histories]
             fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.settings.max_prompt]
             texts: list[str | None] = [None] * len(prompts)
-            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls))):
+            before = list(kept)
+            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls), kept=kept)):
                 texts[i] = self.text(completion)
+            for prompt in before:  # its dialogue has gone on
+                del kept[prompt]
             return texts
         return act
 

@@ -101,7 +101,7 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 
 @pytest.mark.parametrize("name, needs", [
-    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", {"counts_columns"}), ("counts_columns", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
+    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", {"counts_columns", "keep", "recall"}), ("keep", set()), ("recall", set()), ("counts_columns", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
     ("shared_logprobs", {"prefill", "counts_columns", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
     ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
@@ -978,6 +978,68 @@ def test_room_for_new_columns_changes_no_token(kind, monkeypatch):
         gc.enable()
     monkeypatch.setattr("grpo.make_room", lambda cache, columns: None)
     assert got == sample(model, PROMPTS, 4, **how)
+
+
+def dialogues(model, kept, how):
+    """Four turns of four dialogues, greedily: a prompt ends in 40, the next one has what the agent said (without its first two
+    tokens, the "think") and up to six tokens of others behind that. Returns every turn's completions, and the tokens forwarded in each."""
+    seen, turns = [], []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    prompts = [SYSTEM + own + [40] for own in OWN[:3]] + [SYSTEM + OWN[0] + [40]]
+    for turn in range(4):
+        seen.clear()
+        before = list(kept or ())
+        completions = sample(model, prompts, **how, kept=kept)
+        turns.append((completions, sum(seen)))
+        for tokens in before:
+            del kept[tokens]
+        prompts = [p + c[2:] + OWN[(i + turn) % 5] + [40] for i, (p, c) in enumerate(zip(prompts, completions))]
+        prompts = prompts[1:] + prompts[:1] if turn < 2 else prompts[:2]  # other rows beside each other; then fewer
+    return turns
+
+
+@pytest.mark.parametrize("kind", [*SHARING, "falcon"])
+def test_turns_of_a_dialogue_go_on_from_what_was_kept(kind):
+    """Greedily the same tokens as with every prompt computed anew. The rows of a call differ in what is kept of them and in what is new."""
+    how = {**HOW, "temperature": 0, "eos_ids": range(0, V, 3)}
+    anew, kept = dialogues(tiny(kind), None, how), dialogues(tiny(kind), {}, how)
+    assert [c for c, _ in anew] == [c for c, _ in kept] and len({len(c) for turn, _ in anew for c in turn}) > 1
+    fewer = [a > b for (_, a), (_, b) in zip(anew, kept)]
+    assert fewer == ([False] * 4 if kind in COLUMNS else [False, True, True, True])
+
+
+def test_only_what_is_new_in_a_prompt_is_computed():
+    """One token is sampled, and each forwarded token counted. 9 system tokens, then rows of 6 and 2 more: 9 + 2 * 5 (padding counts) and 2 for
+    the last tokens. The next prompts have 3 and 1 more: 2 * 3 and 2. What is not in the dict, of one row only, is computed as ever."""
+    model, seen, kept = tiny(), [], {}
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+
+    def forwarded(prompts, G=1):
+        seen.clear()
+        return sample(model, prompts, G, **{**HOW, "max_new_tokens": 1, "temperature": 0}, kept=kept) and sum(seen)
+
+    first = [SYSTEM + OWN[0], SYSTEM + OWN[1]]
+    assert forwarded(first) == 9 + 2 * 5 + 2 and set(kept) == {tuple(p[:-1]) for p in first}
+    second = [first[1] + [1], first[0] + [1, 2, 3]]
+    assert forwarded(second) == 2 * 3 + 2
+    rows = [kept[tuple(p[:-1])][1] for p in second]
+    assert forwarded(second, 3) == 6  # a prompt that was there before: nothing but its last token, for each completion
+    again = [kept[tuple(p[:-1])][1] for p in second]
+    assert all(torch.equal(x, y) for xs, ys in zip(rows, again) for pair in zip(xs, ys) for x, y in zip(*pair))
+    assert forwarded([first[0][:-1]]) == 13 + 1  # there, but for what predicts the next token: as ever, its last token on its own
+    assert forwarded(second + [SYSTEM + [49]]) == 9 + 3 * 8 + 3
+    for (kind, layers) in kept.values():
+        assert kind is transformers.DynamicCache and not any(x.requires_grad for layer in layers for x in layer)
+
+
+def test_keys_and_values_are_kept_as_far_as_memory_is_granted(monkeypatch):
+    """2 layers, keys and values of 16 float32 each: 256 bytes a token. A call that would exceed the limit adds nothing."""
+    monkeypatch.setattr(grpo.keep, "__defaults__", (256 * 20,))
+    model, kept = tiny(), {}
+    for prompts, tokens in (([SYSTEM, SYSTEM + [1]], 8 + 9), ([SYSTEM[:5]], 17), ([SYSTEM[:4]], 20)):
+        sample(model, prompts, 2, **{**HOW, "max_new_tokens": 1}, kept=kept)
+        assert sum(map(len, kept)) == tokens
+    assert sum(x.nbytes for _, layers in kept.values() for layer in layers for x in layer) == 256 * 20
 
 
 HIDDEN = dict(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, typical_p=0.9, repetition_penalty=1.05,

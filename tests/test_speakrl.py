@@ -255,6 +255,27 @@ def test_the_agent_gives_none_for_a_history_that_is_too_long(policy):
     assert texts[0] is None and isinstance(texts[1], str)
 
 
+@pytest.mark.parametrize("rows", [128, 3])  # at a time: with 3, other rows are beside each other in every turn
+def test_the_agent_computes_a_dialogue_once(policy, monkeypatch, rows):
+    """Whole dialogues, the same greedily whether the agent keeps what it has computed of them or not, with at most half of the prompt tokens; a new
+    agent (other weights) begins anew, and what is kept is of the last turn."""
+    seen, runs, calls = [], [], []
+    handle = policy.model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel() - len(inputs[0])))
+    real = Policy.sample
+    for keep in (True, False):
+        def sample(self, prompts, G, seed, kept):
+            calls.append((len(kept), len(prompts)))
+            return real(self, prompts, G, seed, temperature=0, rows=rows, kept=kept if keep else None)
+        monkeypatch.setattr(Policy, "sample", sample)
+        seen.clear()
+        calls.append((0, 0))
+        found = speakrl.play_scenarios(policy, [s for k in range(2) for s in scenario_pair(k)], 0, policy.settings)
+        runs.append(([d.messages for d in found], sum(seen)))
+    handle.remove()
+    assert runs[0][0] == runs[1][0] and runs[0][1] < 0.5 * runs[1][1]
+    assert all(there <= before for (there, _), (_, before) in zip(calls[1:], calls))
+
+
 def test_bf16_computes_in_bf16_and_keeps_float32():
     """Log-probs change by rounding (8 bits), weights, gradients and log-probs stay float32; the same with layers computed again."""
     if not speakrl.has_bf16("cpu"):
