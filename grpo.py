@@ -84,23 +84,24 @@ def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id,
                     input_ids=ids, attention_mask=attention, cache=cache, use_cache=True, **sampling,
                     max_new_tokens=min(stretch, max_new_tokens - length), eos_token_id=eos_ids or None, pad_token_id=pad_id,
                 )
-                kept = []
+                stay = []
                 for i, new in enumerate(out[:, ids.shape[1]:].tolist()):
                     # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself.
                     # A row without an end token holds no pads, because generate() pads a row only after its end.
                     end = next((t + 1 for t, token in enumerate(new) if token in eos_ids), None)
                     completions[going[i]] += new[:end]
                     if end is None and length + len(new) < max_new_tokens:
-                        kept.append(i)
-                # Most rows end early, and generate() would compute them on with the longest.
-                going = [going[i] for i in kept]
-                kept = torch.tensor(kept, dtype=torch.long, device=device)
-                attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)[kept]
-                ids = out[kept]
-                if cache is not None and going:
-                    for layer in getattr(cache, "layers", []):
-                        vars(layer).pop("update", None)  # it holds buffers of all rows
-                    cache.batch_select_indices(kept)
+                        stay.append(i)
+                attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)
+                ids = out
+                if len(stay) < len(ids):  # most rows end early, and generate() would compute them on with the longest
+                    going = [going[i] for i in stay]
+                    stay = torch.tensor(stay, dtype=torch.long, device=device)
+                    attention, ids = attention[stay], ids[stay]
+                    if cache is not None and going:
+                        for layer in getattr(cache, "layers", []):
+                            vars(layer).pop("update", None)  # it holds buffers of all rows
+                        cache.batch_select_indices(stay)
     finally:
         model.generation_config = generation_config
         for module, mode in modes:

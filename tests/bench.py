@@ -11,7 +11,8 @@ runs once more; attention's own left out) with the rate of a large product of ma
 that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is left out
 everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
-`--growth`: how the cost of both ways, plain and shared, grows with G, the prompt and the width. `--model FOLDER`: these weights for the shapes
+`--dialogues`: whole dialogues in evaluation, in minutes, with `grpo.keep` and with every prompt computed anew. `--profile`: what the update and the
+rollout spend their time on. `--growth`: how the cost of both ways, plain and shared, grows with G, the prompt and the width. `--model FOLDER`: these weights for the shapes
 of SmolLM2-135M, instead of random ones of its size. `--claude`: what claude.py costs on top of the SDK, against a stand-in on loopback.
 """
 import argparse
@@ -31,6 +32,7 @@ TIMES, SECONDS = 3, 120  # what a measurement does over: so many times, but none
 
 # name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens, width, layers
 SMOL = (576, 30)
+DIALOGUES = {"135M-dialogues": (16, 1, 600, 100, 48, *SMOL)}
 SHAPES = {"default": None, "135M": (2, 8, 0, 300, 48, *SMOL), "135M-shared": (4, 8, 600, 200, 64, *SMOL), "tiny": (2, 2, 5, 7, 4, 64, 2)}
 GROWTH = {**{f"G {G}": (2, G, 0, 300, 48, 256, 4) for G in (2, 4, 8, 16)}, **{f"prompt {p}": (2, 8, 0, p, 48, 256, 4) for p in (100, 200, 400, 800, 1600)},
           **{f"width {w}": (2, 8, 0, 300, 48, w, 4) for w in (128, 256, 512, 1024)}}
@@ -46,7 +48,7 @@ def build(shape: str, folder: str):
         stages, _ = speakrl.training_points(settings, policy)
         return policy.model, [p["prompt"] for p in speakrl.draw_points(stages, 0, settings)], settings.group, settings.max_new_tokens, sorted(policy.eos_ids)
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-    P, G, S, p, c, width, layers = {**SHAPES, **GROWTH}[shape]
+    P, G, S, p, c, width, layers = {**SHAPES, **GROWTH, **DIALOGUES}[shape]
     torch.manual_seed(0)
     if folder and (width, layers) == SMOL:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -78,7 +80,7 @@ def bare_loop(model, prompts, G, steps):
             ids = torch.multinomial(logits_BV.softmax(-1), 1)
 
 
-def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
+def measure(shape: str, part: str, way: str, folder: str, profiled: bool, pipe) -> None:
     """One measurement of ours: seconds, completion tokens, tokens forwarded, products needed, peak memory in MB, and what it was before."""
     import torch
     import grpo
@@ -125,7 +127,43 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
         head = model.get_output_embeddings().weight.numel()
         body = sum(p.numel() for p in model.get_decoder().parameters()) - model.get_input_embeddings().weight.numel()
         found["limit_seconds"] = (6 * body * found["forwarded"] + 8 * head * tokens) / product_rate()
+    if profiled:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            run()
+        events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
+        found["profile"] = {event.key: event.self_cpu_time_total / sum(e.self_cpu_time_total for e in events) for event in events}
     pipe.send(found)
+
+
+def measure_dialogues(shape: str, way: str, folder: str, pipe) -> None:
+    """Seconds and tokens forwarded of dialogues of several turns. The default: an evaluation of the embedded policy on 100 goals and their twins. 135M: four
+    turns of 16 dialogues, prompts of 600 shared and 100 more tokens, 48 sampled and shown, 50 more of the user or of tools behind them."""
+    import random
+    import torch
+    import grpo
+    import speakrl
+    if shape == "default":
+        settings = speakrl.Settings(goals=100)
+        policy, sample = speakrl.Policy(settings.model, settings), speakrl.Policy.sample
+        model, scenarios = policy.model, speakrl.evaluation_scenarios(settings)
+        speakrl.Policy.sample = lambda *args, kept, **named: sample(*args, kept=kept if way == "kept" else None, **named)
+        play = lambda: speakrl.play_scenarios(policy, scenarios, 0, settings)
+    else:
+        model, first, _, c, _ = build("135M-dialogues", folder)
+
+        def play():
+            prompts, kept, draw = first, {} if way == "kept" else None, random.Random(0)
+            for _ in range(4):
+                new = grpo.sample(model, prompts, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seed=0, kept=kept)
+                prompts = [p + n + [draw.randrange(3, 49152) for _ in range(50)] for p, n in zip(prompts, new)]
+    times, forwarded = [], []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))
+    while len(times) < 2:
+        forwarded.clear()
+        began = time.time()
+        play()
+        times.append(time.time() - began)
+    pipe.send({"seconds": min(times), "forwarded": sum(forwarded), "peak_mb": peak_mb()})
 
 
 def peak_mb() -> float:
@@ -223,7 +261,7 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
     for turn in range(repeats):
         for way, some in runs.items():
             rollout, update = ((in_process(measure_trl, shape, steps, way, folder),) * 2 if way.startswith("trl") else
-                               (in_process(measure, shape, part, way, folder) for part in ("rollout", "update")))
+                               (in_process(measure, shape, part, way, folder, False) for part in ("rollout", "update")))
             if not (rollout and update):
                 print(f"{shape}, {way}: left out, the process that measured died; is there memory enough?", flush=True)
             elif way.startswith("trl"):
@@ -250,6 +288,20 @@ def print_row(shape: str, way: str, runs: list[dict], plain: list[dict] | None) 
         limit = ", ".join(f"{statistics.median(run['of_limit'][k] for run in runs):.0%}" for k in (0, 1))
     print(f"| {shape} | {way} | {forwarded[0]} | {forwarded[1]} | {rollout:.2f} | {update:.2f} | {step:.2f} | {runs[0]['tokens'] / step:.0f} "
           f"| {max(run['peak_mb'] for run in runs):.0f} | {runs[0]['before_mb']:.0f} | {limit} | {ratio} |", flush=True)
+
+
+def compare_dialogues(repeats: int, folder: str) -> None:
+    """A row of a table for each shape and way (medians), measured in turn."""
+    print("| dialogues | way | forwarded | s | peak MB | anew / kept |\n" + "|---" * 6 + "|")
+    for shape in ("default", "135M"):
+        runs: dict[str, list[dict]] = {"anew": [], "kept": []}
+        for _ in range(repeats):
+            for way, some in runs.items():
+                some.append(in_process(measure_dialogues, shape, way, folder))
+        seconds = {way: statistics.median(run["seconds"] for run in some) for way, some in runs.items()}
+        for way, some in runs.items():
+            print(f"| {shape} | {way} | {some[0]['forwarded']} | {seconds[way]:.2f} | {max(run['peak_mb'] for run in some):.0f} "
+                  f"| {seconds['anew'] / seconds['kept']:.2f} |", flush=True)
 
 
 def measure_claude(calls: int = 2000) -> None:
@@ -285,6 +337,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["default", "135M", "135M-shared"], choices=list(SHAPES))
     parser.add_argument("--growth", action="store_true", help="the shapes that differ in G, prompt or width instead")
+    parser.add_argument("--dialogues", action="store_true", help="dialogues of several turns instead")
+    parser.add_argument("--profile", action="store_true", help="where the time of the shapes goes instead")
     parser.add_argument("--repeats", type=int, default=2, help="rounds of plain, shared, TRL, plain, shared, TRL, ...")
     parser.add_argument("--model", default="", help="folder of SmolLM2-135M")
     parser.add_argument("--json", help="also write the measurements to this file")
@@ -292,6 +346,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.claude:
         return measure_claude()
+    if args.dialogues:
+        return compare_dialogues(args.repeats, args.model)
+    if args.profile:
+        for shape in args.shapes:
+            for part in ("rollout", "update"):
+                found = in_process(measure, shape, part, "shared", args.model, True)
+                print(f"{shape}, {part}: {found['seconds']:.2f} s;", ", ".join(f"{name.removeprefix('aten::')} {share:.0%}" for name, share in [*found["profile"].items()][:10]), flush=True)
+        return
     print("| shape | way | forwarded in rollout | in update | rollout s | update s | step s | completion tokens/s | peak MB | MB before | of the limit: "
           "rollout, update | plain / way: step (update) |\n" + "|---" * 12 + "|")
     found = []

@@ -928,7 +928,7 @@ def test_greedy_batch_equals_each_prompt_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropping_ended_rows_changes_nothing(kind):
+def test_dropping_ended_rows_changes_nothing(kind, monkeypatch):
     """Greedy, so that no random stream is shared: stretches of 1, 2 and 5 tokens give what one stretch gives; so does temperature 1
     as long as all rows are on."""
     model, how = tiny(kind), {**HOW, "temperature": 0, "max_new_tokens": 11, "eos_ids": range(0, V, 3)}
@@ -937,7 +937,9 @@ def test_dropping_ended_rows_changes_nothing(kind):
     assert len({len(c) for c in want}) > 1
     assert want == sample(model, prompts, 2, **how, stretch=1) == sample(model, prompts, 2, **how, stretch=2) == sample(model, prompts, 2, **how, stretch=5)
     how |= {"temperature": 1.0, "eos_ids": []}
-    assert sample(model, prompts, 2, **how, stretch=100) == sample(model, prompts, 2, **how, stretch=4)
+    want = sample(model, prompts, 2, **how, stretch=100)
+    monkeypatch.setattr(transformers.DynamicCache, "batch_select_indices", None)  # nothing is copied while all rows are on
+    assert want == sample(model, prompts, 2, **how, stretch=4)
 
 
 def test_ended_rows_are_not_computed_on():
