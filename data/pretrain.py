@@ -236,12 +236,14 @@ SAVE_EVERY = 500  # steps
 def save_state(path: Path, step: int, asked: dict, model, optimisers: list) -> None:
     """Weights, state of the optimisers and what was asked for, whole or not at all; no pickle."""
     from safetensors.torch import save_file
+    from speakrl import sync
     names, tensors = {p: name for name, p in model.named_parameters()}, {}
     for optimiser in optimisers:
         for p in optimiser.param_groups[0]["params"]:
             tensors |= {f"{names[p]} {key}": value for key, value in {"weight": p.detach(), **optimiser.state[p]}.items()}
     part = path.with_name(path.name + ".part")
     save_file(tensors, part, {"step": str(step), "asked": json.dumps(asked)})
+    sync(part)
     os.replace(part, path)
 
 

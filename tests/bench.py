@@ -32,7 +32,7 @@ TIMES, SECONDS = 3, 120  # what a measurement does over: so many times, but none
 
 # name: prompts, completions of each, tokens that all prompts share, further prompt tokens, completion tokens, width, layers
 SMOL = (576, 30)
-DIALOGUES = {"135M-dialogues": (16, 1, 600, 100, 48, *SMOL)}
+DIALOGUES = {"135M-dialogues": (16, 1, 600, 100, 48, *SMOL), "tiny-dialogues": (2, 1, 5, 7, 4, 64, 2)}
 SHAPES = {"default": None, "135M": (2, 8, 0, 300, 48, *SMOL), "135M-shared": (4, 8, 600, 200, 64, *SMOL), "tiny": (2, 2, 5, 7, 4, 64, 2)}
 GROWTH = {**{f"G {G}": (2, G, 0, 300, 48, 256, 4) for G in (2, 4, 8, 16)}, **{f"prompt {p}": (2, 8, 0, p, 48, 256, 4) for p in (100, 200, 400, 800, 1600)},
           **{f"width {w}": (2, 8, 0, 300, 48, w, 4) for w in (128, 256, 512, 1024)}}
@@ -60,7 +60,7 @@ def build(shape: str, folder: str):
     return model, [system + own for own in torch.randint(3, 49152, (P, p)).tolist()], G, c, []
 
 
-def nothing_kept(model, prompts, G, pad_id):
+def nothing_prefilled(model, prompts, G, pad_id, kept):
     """In place of grpo.prefill: every row carries its prompt."""
     import torch
     L = max(map(len, prompts))
@@ -80,7 +80,7 @@ def bare_loop(model, prompts, G, steps):
             ids = torch.multinomial(logits_BV.softmax(-1), 1)
 
 
-def measure(shape: str, part: str, way: str, folder: str, profiled: bool, pipe) -> None:
+def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     """One measurement of ours: seconds, completion tokens, tokens forwarded, products needed, peak memory in MB, and what it was before."""
     import torch
     import grpo
@@ -89,7 +89,7 @@ def measure(shape: str, part: str, way: str, folder: str, profiled: bool, pipe) 
     how = dict(max_new_tokens=c, temperature=1.0, eos_ids=eos_ids, pad_id=0, seed=0)
     if part == "rollout":
         if way == "plain":
-            grpo.prefill = nothing_kept
+            grpo.prefill = nothing_prefilled
         run = lambda: grpo.sample(model, prompts, G, **how, **({"stretch": c} if way == "plain" else {}))
     else:
         completions = grpo.sample(model, prompts, G, **how) if eos_ids else torch.randint(3, 49152, (len(prompts) * G, c)).tolist()
@@ -127,7 +127,7 @@ def measure(shape: str, part: str, way: str, folder: str, profiled: bool, pipe) 
         head = model.get_output_embeddings().weight.numel()
         body = sum(p.numel() for p in model.get_decoder().parameters()) - model.get_input_embeddings().weight.numel()
         found["limit_seconds"] = (6 * body * found["forwarded"] + 8 * head * tokens) / product_rate()
-    if profiled:
+    if way == "profile":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             run()
         events = sorted(seen.key_averages(), key=lambda event: -event.self_cpu_time_total)
@@ -137,7 +137,7 @@ def measure(shape: str, part: str, way: str, folder: str, profiled: bool, pipe) 
 
 def measure_dialogues(shape: str, way: str, folder: str, pipe) -> None:
     """Seconds and tokens forwarded of dialogues of several turns. The default: an evaluation of the embedded policy on 100 goals and their twins. 135M: four
-    turns of 16 dialogues, prompts of 600 shared and 100 more tokens, 48 sampled and shown, 50 more of the user or of tools behind them."""
+    turns of 16 dialogues, prompts of 600 shared and 100 more tokens, 48 sampled and shown, 50 of others behind them."""
     import random
     import torch
     import grpo
@@ -149,7 +149,7 @@ def measure_dialogues(shape: str, way: str, folder: str, pipe) -> None:
         speakrl.Policy.sample = lambda *args, kept, **named: sample(*args, kept=kept if way == "kept" else None, **named)
         play = lambda: speakrl.play_scenarios(policy, scenarios, 0, settings)
     else:
-        model, first, _, c, _ = build("135M-dialogues", folder)
+        model, first, _, c, _ = build(f"{shape}-dialogues", folder)
 
         def play():
             prompts, kept, draw = first, {} if way == "kept" else None, random.Random(0)
@@ -261,7 +261,7 @@ def compare(shape: str, repeats: int, folder: str) -> dict:
     for turn in range(repeats):
         for way, some in runs.items():
             rollout, update = ((in_process(measure_trl, shape, steps, way, folder),) * 2 if way.startswith("trl") else
-                               (in_process(measure, shape, part, way, folder, False) for part in ("rollout", "update")))
+                               (in_process(measure, shape, part, way, folder) for part in ("rollout", "update")))
             if not (rollout and update):
                 print(f"{shape}, {way}: left out, the process that measured died; is there memory enough?", flush=True)
             elif way.startswith("trl"):
@@ -351,7 +351,7 @@ def main() -> None:
     if args.profile:
         for shape in args.shapes:
             for part in ("rollout", "update"):
-                found = in_process(measure, shape, part, "shared", args.model, True)
+                found = in_process(measure, shape, part, "profile", args.model)
                 print(f"{shape}, {part}: {found['seconds']:.2f} s;", ", ".join(f"{name.removeprefix('aten::')} {share:.0%}" for name, share in [*found["profile"].items()][:10]), flush=True)
         return
     print("| shape | way | forwarded in rollout | in update | rollout s | update s | step s | completion tokens/s | peak MB | MB before | of the limit: "

@@ -1,5 +1,5 @@
 """What holds study.py: the replaced functions on fakes, the roll-out by hand, the statistics on a few records, one run at toy size.
-And bench.py, where a measurement dies."""
+And bench.py: what it forwards, and where a measurement dies."""
 import doctest
 import json
 import operator
@@ -345,6 +345,27 @@ def test_jobs_run_in_processes_of_their_own():
 def test_bench_a_process_that_ends_without_an_answer_is_none():
     assert bench.in_process(operator.methodcaller("send", 3)) == 3  # f(pipe) is pipe.send(3)
     assert bench.in_process(operator.methodcaller("close")) is None
+
+
+@pytest.mark.parametrize("part, way, forwarded", [
+    ("rollout", "plain", 4 * 12 + 4 * 3), ("rollout", "shared", 5 + 2 * 6 + 4 * 4), ("update", "plain", 4 * (12 + 4)),
+    ("update", "shared", 5 + 2 * 7 + 4 * 3), ("update", "checkpointing", 5 + 2 * 7 + 4 * 3), ("update", "profile", 5 + 2 * 7 + 4 * 3)])
+def test_bench_measures_what_it_says(part, way, forwarded):
+    """Two prompts of 5 shared and 7 more tokens, two completions of 4 tokens each."""
+    found = []
+    bench.measure("tiny", part, way, "", SimpleNamespace(send=found.append))
+    assert found[0]["forwarded"] == forwarded and found[0]["tokens"] == 16 and 0 < found[0]["seconds"] < 60
+    assert ("profile" in found[0]) == (way == "profile") and sum(found[0].get("profile", {"": 1}).values()) == pytest.approx(1)
+
+
+def test_bench_dialogues_differ_in_what_is_forwarded():
+    """Two prompts of 5 shared and 7 more tokens, four turns; each samples 4 tokens and adds 54. Anew, a turn computes what is shared once and the rest of
+    each prompt; kept, from the second turn on, the 54 new tokens of each."""
+    found = []
+    for way in ("anew", "kept"):
+        bench.measure_dialogues("tiny", way, "", SimpleNamespace(send=found.append))
+    anew, kept = (run["forwarded"] for run in found)
+    assert anew == sum(5 + 2 * (6 + 54 * turn) + 2 * 4 for turn in range(4)) and kept == 5 + 2 * 6 + 3 * 2 * 54 + 4 * 2 * 4
 
 
 def test_bench_what_dies_is_left_out_and_named_and_the_others_are_compared(monkeypatch, capsys):
