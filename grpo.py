@@ -17,7 +17,7 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them; in `shared_logprobs` _R rows of _F tokens
 behind _L of prompts. Copy functions out: they need torch and nothing else here, but that `prefill` needs `counts_columns`, `keep` and
-`recall`, `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
+`recall`, and these `join`; `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 
@@ -139,77 +139,90 @@ def prefill(model, prompts, G, pad_id, kept=None):
 
     In two levels: what all prompts begin with (system text, tool schemas: S tokens) goes through the network once, and on
     top of it the rest of each prompt. So P prompts of S + p tokens cost S + P * (p - 1) tokens, whatever G is. One level (S = 0)
-    where prompts of different lengths meet a model that counts columns. In place of the first level, what earlier calls have kept
-    of each prompt (see `keep`).
+    where prompts of different lengths meet a model that counts columns. In place of the first level, what an earlier call has
+    kept of every prompt (see `keep`).
 
     prompts: P non-empty lists of token ids. Returns (ids_BL, attention_BL, cache): int64, G rows a prompt, laid out as
-    padding | kept or shared | padding | rest (the last prompt token must stand where the first completion token is predicted); and the
-    cache of their first L - 1 columns, with gradient unless it is switched off. cache is None where there is nothing to
+    shared | padding | rest, with `kept` padding | prompt (the last prompt token must stand where the first completion token is
+    predicted); and the cache of their first L - 1 columns, with gradient unless it is switched off. cache is None where there is nothing to
     keep (L = 1), and, with a warning, where the model keeps what cannot be repeated: recurrent states.
     """
     decoder, P, lengths = model.get_decoder(), len(prompts), [len(prompt) for prompt in prompts]
     assert min(lengths) > 0, f"every prompt needs at least one token, lengths are {lengths}"
+
+    def lay_out(done_P):
+        """(ids_PL, attention_PL, K): padding | the first done_P tokens, up to column K | padding | rest."""
+        K, M = max(done_P), max(n - k for n, k in zip(lengths, done_P))
+        rows = [(K - k, p[:k], M - len(p) + k, p[k:]) for p, k in zip(prompts, done_P)]
+        ids = [[*[pad_id] * a, *head, *[pad_id] * b, *tail] for a, head, b, tail in rows]
+        attention = [[0] * a + [1] * len(head) + [0] * b + [1] * len(tail) for a, head, b, tail in rows]
+        return torch.tensor(ids, device=model.device), torch.tensor(attention, device=model.device), K
+
     # Padding between the two levels would push what is shared out of a sliding window.
     S = min(lengths) - 1 if min(lengths) == max(lengths) or not counts_columns(model) else 0
     S = next((t for t in range(S) if len({prompt[t] for prompt in prompts}) > 1), S)
-    cache, done_P = kept and recall(kept, prompts) or (None, [S] * P)
-    K = max(done_P)
-    L = K + max(n - k for n, k in zip(lengths, done_P))
-    layout = [(K - k, p[:k], L - K - len(p) + k, p[k:]) for p, k in zip(prompts, done_P)]
-    ids_PL = torch.tensor([[*[pad_id] * a, *head, *[pad_id] * b, *tail] for a, head, b, tail in layout], device=model.device)
-    attention_PL = torch.tensor([[0] * a + [1] * len(head) + [0] * b + [1] * len(tail) for a, head, b, tail in layout], device=model.device)
+    cache, done_P = kept and recall(kept[0], prompts) or (None, [S] * P)
+    ids_PL, attention_PL, K = lay_out(done_P)
+    L = ids_PL.shape[1]
     # Without position ids a model with absolute positions (GPT-2) counts the padding.
     positions_PL = (attention_PL.cumsum(1) - 1).clamp(min=0)
-    for first, last, rows, repeats in ((0, K, 1, P), (K, L - 1, P, G))[cache is not None:]:
+    for first, last, rows in ((0, K, 1), (K, L - 1, P))[cache is not None:]:
         if first < last:
             out = decoder(input_ids=ids_PL[:rows, first:last], attention_mask=attention_PL[:rows, :last],
                           position_ids=positions_PL[:rows, first:last], cache=cache, use_cache=True)
             cache = getattr(out, "cache", None)
-            # By name, not by the method: layers that keep more than keys and values inherit the method, and repeat only those.
-            kinds = {type(layer).__name__ for layer in getattr(cache, "layers", [None])}
-            if not kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+            # By name, not by the method: what keeps more than keys and values inherits the method, and repeats only those.
+            others = {type(x).__name__ for x in (cache, *getattr(cache, "layers", []))} - {"DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer"}
+            if others:
                 import warnings
-                warnings.warn(f"{type(model).__name__} keeps what cannot be repeated ({', '.join(sorted(kinds))}): a prompt is computed "
+                warnings.warn(f"{type(model).__name__} keeps what cannot be repeated ({', '.join(sorted(others))}): a prompt is computed "
                               "once for each completion")
                 cache = None
                 break
-        if cache is not None and repeats > 1:  # once would be a copy too
-            cache.batch_repeat_interleave(repeats)
-    if kept is not None and cache is not None and not counts_columns(model):
-        keep(kept, prompts, attention_PL, cache)
+        if cache is not None and rows < P:
+            cache.batch_repeat_interleave(P)
+    if kept and cache is not None and not counts_columns(model):
+        cache = keep(kept[1], prompts, attention_PL, cache)
+        ids_PL, attention_PL, _ = lay_out([n - 1 for n in lengths])
+    if cache is not None and G > 1:  # once would be a copy too
+        cache.batch_repeat_interleave(G)
     return ids_PL.repeat_interleave(G, 0), attention_PL.repeat_interleave(G, 0), cache
 
 
-def keep(kept, prompts, attention_PL, cache, max_bytes=2**32):
-    """Put the keys and values of P prompts, all but their last tokens, into `kept`: a dict, at first empty, that the caller hands to each
-    call of `sample` while the weights stay as they are. A prompt that begins with one of these goes on from there.
+def keep(kept, prompts, attention_PL, cache, max_bytes=2**31):
+    """Put the keys and values of P prompts, all but their last tokens, into the dict `kept`, unless it would hold more than max_bytes then.
+    Returns them as a cache with all padding on the left.
 
     For dialogues: the prompt of a turn begins with that of the turn before it, however the rows are sorted and grouped by then. The caller
-    takes out what no prompt will begin with any more. Nothing is added beyond max_bytes.
+    passes kept=(what the calls of the last turn kept, a new dict) to each call of `sample`, for one model while its weights stay as
+    they are; models that count columns keep nothing.
     """
-    G, lengths = len(cache.layers[0].keys) // len(prompts), [len(prompt) - 1 for prompt in prompts]
-    held = sum(x.nbytes for _, layers in kept.values() for layer in layers for x in layer)
-    if held + sum(lengths) * sum(x[0, :, 0].nbytes for layer in cache.layers for x in (layer.keys, layer.values)) > max_bytes:
-        return
-    real_PK = attention_PL[:, :-1].bool()
-    layers = [[x[::G].transpose(1, 2)[real_PK].split(lengths) for x in (layer.keys, layer.values)] for layer in cache.layers]  # a copy
-    for p, prompt in enumerate(prompts):
-        kept[tuple(prompt[:-1])] = type(cache), [(keys[p], values[p]) for keys, values in layers]
+    real_PK, lengths = attention_PL[:, :-1].bool(), [len(prompt) - 1 for prompt in prompts]
+    layers = [[x.transpose(1, 2)[real_PK].split(lengths) for x in (layer.keys, layer.values)] for layer in cache.layers]  # a copy
+    rows = [[(keys[p], values[p]) for keys, values in layers] for p in range(len(prompts))]
+    if sum(x.nbytes for row in [*rows, *(row for _, row in kept.values())] for pair in row for x in pair) <= max_bytes:
+        kept |= {tuple(prompt[:-1]): (type(cache), row) for prompt, row in zip(prompts, rows) if len(prompt) > 1}
+    return join(type(cache), rows)
 
 
 def recall(kept, prompts):
-    """What `keep` has put away, as (cache of a row for each of P prompts, how many of its tokens each has there), padding on the left;
-    None if it has the beginning of not all of them.
+    """(a cache with a row for each of P prompts, padded on the left; how many of its tokens each has there), from what `keep` has put
+    into the dict `kept`, or None if a prompt does not begin with anything in it.
     """
     lengths = sorted({len(tokens) for tokens in kept}, reverse=True)
     found = [next((tokens for n in lengths if n < len(p) and (tokens := tuple(p[:n])) in kept), None) for p in prompts]
     if None in found:
         return None
-    cache = kept[found[0]][0]()
-    for k, pairs in enumerate(zip(*(kept[tokens][1] for tokens in found))):
+    return join(kept[found[0]][0], [kept[tokens][1] for tokens in found]), [len(tokens) for tokens in found]
+
+
+def join(kind, rows):
+    """A cache of this class, from the keys and values of each row and layer, padded on the left."""
+    cache = kind()
+    for k, pairs in enumerate(zip(*rows)):
         keys, values = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True, padding_side="left").transpose(1, 2) for x in zip(*pairs))
         cache.update(keys, values, k)
-    return cache, [len(tokens) for tokens in found]
+    return cache
 
 
 def token_logprobs(model, prompts, completions, temperature, pad_id=0):

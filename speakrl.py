@@ -285,7 +285,7 @@ class Policy:
             return shared_logprobs(self.model, prompts, completions, self.settings.temperature, self.pad_id)
 
     def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128,
-               max_new_tokens: int | None = None, kept: dict | None = None) -> list[list[int]]:
+               max_new_tokens: int | None = None, kept: tuple[dict, dict] | None = None) -> list[list[int]]:
         """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
         prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
@@ -309,19 +309,18 @@ class Policy:
 
     def agent(self, seed: int):
         """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full)."""
-        calls, kept = 0, {}
+        calls, before = 0, {}
 
         def act(histories: list[list[dict]]) -> list[str | None]:
-            nonlocal calls
+            nonlocal calls, before
             calls += 1
+            after: dict = {}
             prompts = [self.prompt(h) for h in histories]
             fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.settings.max_prompt]
             texts: list[str | None] = [None] * len(prompts)
-            before = list(kept)
-            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls), kept=kept)):
+            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls), kept=(before, after))):
                 texts[i] = self.text(completion)
-            for prompt in before:  # its dialogue has gone on
-                del kept[prompt]
+            before = after
             return texts
         return act
 

@@ -152,9 +152,11 @@ def measure_dialogues(shape: str, way: str, folder: str, pipe) -> None:
         model, first, _, c, _ = build(f"{shape}-dialogues", folder)
 
         def play():
-            prompts, kept, draw = first, {} if way == "kept" else None, random.Random(0)
+            prompts, before, draw = first, {}, random.Random(0)
             for _ in range(4):
-                new = grpo.sample(model, prompts, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seed=0, kept=kept)
+                kept = (before, {})
+                new = grpo.sample(model, prompts, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seed=0, kept=kept if way == "kept" else None)
+                before = kept[1]
                 prompts = [p + n + [draw.randrange(3, 49152) for _ in range(50)] for p, n in zip(prompts, new)]
     times, forwarded = [], []
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: forwarded.append(inputs[0].numel()))

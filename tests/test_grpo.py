@@ -43,11 +43,11 @@ def tiny(kind="llama", dropout=0.0, vocab=V):
                  num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
                  bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
     own = {"Gemma2": dict(sliding_window=8, final_logit_softcapping=3.0, query_pre_attn_scalar=16), "Cohere": dict(logit_scale=0.3),
-           "Granite": dict(logits_scaling=4.0), "Falcon": dict(alibi=True), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
+           "Granite": dict(logits_scaling=4.0), "MiniMax": dict(layer_types=["full_attention"] * 2), "Falcon": dict(alibi=True), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
            "GPTNeo": dict(window_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])}
     if kind == "falcon":
         del sizes["head_dim"]
-    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(kind, kind.capitalize())
+    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3", "minimax": "MiniMax"}.get(kind, kind.capitalize())
     config = getattr(transformers, name + "Config")(**{**sizes, **own.get(name, {})})
     return getattr(transformers, name + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM"))(config).eval()
 
@@ -101,7 +101,7 @@ def test_file_works_alone_and_imports_torch_only(tmp_path):
 
 
 @pytest.mark.parametrize("name, needs", [
-    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", {"counts_columns", "keep", "recall"}), ("keep", set()), ("recall", set()), ("counts_columns", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
+    ("sample", {"prefill", "make_room"}), ("make_room", set()), ("prefill", {"counts_columns", "keep", "recall"}), ("keep", {"join"}), ("recall", {"join"}), ("join", set()), ("counts_columns", set()), ("token_logprobs", set()), ("head_logprobs", set()), ("group_advantages", set()),
     ("shared_logprobs", {"prefill", "counts_columns", "head_logprobs", "token_logprobs"}), ("checkpoint_layers", set()), ("row_weights", set()), ("policy_loss", set()), ("sft_loss", set()),
     ("trajectory_logprobs", set()), ("dpo_loss", set())])
 def test_each_function_can_be_copied_out_of_the_file(name, needs):
@@ -558,6 +558,9 @@ def test_states_that_cannot_be_repeated_take_the_plain_path():
     how = dict(max_new_tokens=3, temperature=0, eos_ids=[], pad_id=0, seed=0)
     with pytest.warns(UserWarning, match="cannot be repeated"):
         assert sample(model, prompts[:1], 2, **how) == sample(model, prompts[:1], 1, **how) * 2
+    minimax = tiny("minimax")  # it keeps recurrent states beside ordinary layers
+    with pytest.warns(UserWarning, match=r"cannot be repeated \(MiniMaxCache\)"):
+        assert torch.equal(shared_logprobs(minimax, prompts, completions, 0.6)[0], token_logprobs(minimax, prompts, completions, 0.6)[0])
     model.get_decoder = lambda: Uncached(model.backbone)
     with pytest.warns(UserWarning, match=r"cannot be repeated \(NoneType\)"):
         assert torch.equal(shared_logprobs(model, prompts, completions, 0.6)[0], want)
@@ -985,16 +988,21 @@ def test_room_for_new_columns_changes_no_token(kind, monkeypatch):
 def dialogues(model, kept, how):
     """Four turns of four dialogues, greedily: a prompt ends in 40, the next one has what the agent said (without its first two
     tokens, the "think") and up to six tokens of others behind that. Returns every turn's completions, and the tokens forwarded in each."""
-    seen, turns = [], []
+    seen, turns, before, generate = [], [], {}, model.generate
+
+    def narrow(input_ids, **kwargs):  # with what is kept, too, no row is wider than the longest prompt
+        assert input_ids.shape[1] == max(map(len, prompts))
+        return generate(input_ids=input_ids, **kwargs)
+
+    model.generate = narrow
     model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
     prompts = [SYSTEM + own + [40] for own in OWN[:3]] + [SYSTEM + OWN[0] + [40]]
     for turn in range(4):
         seen.clear()
-        before = list(kept or ())
-        completions = sample(model, prompts, **how, kept=kept)
+        after = {}
+        completions = sample(model, prompts, **how, kept=(before, after) if kept else None)
         turns.append((completions, sum(seen)))
-        for tokens in before:
-            del kept[tokens]
+        before = after
         prompts = [p + c[2:] + OWN[(i + turn) % 5] + [40] for i, (p, c) in enumerate(zip(prompts, completions))]
         prompts = prompts[1:] + prompts[:1] if turn < 2 else prompts[:2]  # other rows beside each other; then fewer
     return turns
@@ -1004,7 +1012,7 @@ def dialogues(model, kept, how):
 def test_turns_of_a_dialogue_go_on_from_what_was_kept(kind):
     """Greedily the same tokens as with every prompt computed anew. The rows of a call differ in what is kept of them and in what is new."""
     how = {**HOW, "temperature": 0, "eos_ids": range(0, V, 3)}
-    anew, kept = dialogues(tiny(kind), None, how), dialogues(tiny(kind), {}, how)
+    anew, kept = dialogues(tiny(kind), False, how), dialogues(tiny(kind), True, how)
     assert [c for c, _ in anew] == [c for c, _ in kept] and len({len(c) for turn, _ in anew for c in turn}) > 1
     fewer = [a > b for (_, a), (_, b) in zip(anew, kept)]
     assert fewer == ([False] * 4 if kind in COLUMNS else [False, True, True, True])
@@ -1018,7 +1026,7 @@ def test_only_what_is_new_in_a_prompt_is_computed():
 
     def forwarded(prompts, G=1):
         seen.clear()
-        return sample(model, prompts, G, **{**HOW, "max_new_tokens": 1, "temperature": 0}, kept=kept) and sum(seen)
+        return sample(model, prompts, G, **{**HOW, "max_new_tokens": 1, "temperature": 0}, kept=(kept, kept)) and sum(seen)
 
     first = [SYSTEM + OWN[0], SYSTEM + OWN[1]]
     assert forwarded(first) == 9 + 2 * 5 + 2 and set(kept) == {tuple(p[:-1]) for p in first}
@@ -1028,6 +1036,7 @@ def test_only_what_is_new_in_a_prompt_is_computed():
     assert forwarded(second, 3) == 6  # a prompt that was there before: nothing but its last token, for each completion
     again = [kept[tuple(p[:-1])][1] for p in second]
     assert all(torch.equal(x, y) for xs, ys in zip(rows, again) for pair in zip(xs, ys) for x, y in zip(*pair))
+    assert forwarded([[1, 2], [3]]) == 2 + 2 and (1,) in kept and () not in kept
     assert forwarded([first[0][:-1]]) == 13 + 1  # there, but for what predicts the next token: as ever, its last token on its own
     assert forwarded(second + [SYSTEM + [49]]) == 9 + 3 * 8 + 3
     for (kind, layers) in kept.values():
@@ -1039,7 +1048,7 @@ def test_keys_and_values_are_kept_as_far_as_memory_is_granted(monkeypatch):
     monkeypatch.setattr(grpo.keep, "__defaults__", (256 * 20,))
     model, kept = tiny(), {}
     for prompts, tokens in (([SYSTEM, SYSTEM + [1]], 8 + 9), ([SYSTEM[:5]], 17), ([SYSTEM[:4]], 20)):
-        sample(model, prompts, 2, **{**HOW, "max_new_tokens": 1}, kept=kept)
+        sample(model, prompts, 2, **{**HOW, "max_new_tokens": 1}, kept=({}, kept))
         assert sum(map(len, kept)) == tokens
     assert sum(x.nbytes for _, layers in kept.values() for layer in layers for x in layer) == 256 * 20
 

@@ -264,16 +264,16 @@ def test_the_agent_computes_a_dialogue_once(policy, monkeypatch, rows):
     real = Policy.sample
     for keep in (True, False):
         def sample(self, prompts, G, seed, kept):
-            calls.append((len(kept), len(prompts)))
+            calls.append((len(kept[0]), len(kept[1]), len(prompts)))
             return real(self, prompts, G, seed, temperature=0, rows=rows, kept=kept if keep else None)
         monkeypatch.setattr(Policy, "sample", sample)
         seen.clear()
-        calls.append((0, 0))
+        calls.append((0, 0, 0))
         found = speakrl.play_scenarios(policy, [s for k in range(2) for s in scenario_pair(k)], 0, policy.settings)
         runs.append(([d.messages for d in found], sum(seen)))
     handle.remove()
     assert runs[0][0] == runs[1][0] and runs[0][1] < 0.5 * runs[1][1]
-    assert all(there <= before for (there, _), (_, before) in zip(calls[1:], calls))
+    assert all(there <= last_turn and new == 0 for (there, new, _), (*_, last_turn) in zip(calls[1:], calls))
 
 
 def test_bf16_computes_in_bf16_and_keeps_float32():
