@@ -308,7 +308,8 @@ class Policy:
         return completions_B
 
     def agent(self, seed: int):
-        """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full)."""
+        """`agent(histories) -> texts` for run_dialogues; a history over `max_prompt` tokens gives None (context_full).
+        What a turn computes of a dialogue is there for the next one (`grpo.keep`)."""
         calls, before = 0, {}
 
         def act(histories: list[list[dict]]) -> list[str | None]:
