@@ -40,98 +40,159 @@ import torch
 
 
 @torch.no_grad()
-def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seed, stretch=32, kept=None):
+def sample(model, prompts, G=1, *, max_new_tokens, temperature, eos_ids, pad_id, seeds, stretch=16, kept=None):
     """Sample G completions for each prompt from exactly the distribution that `token_logprobs` scores.
 
-    prompts: P non-empty lists of token ids. Returns P*G lists of token ids, prompt-major. Each includes its end token
-    if one was sampled; a completion that does not end in one of `eos_ids` was cut off by `max_new_tokens`.
-    temperature 0 is greedy. The same call gives the same ids, the caller's random stream stays where it was. All rows
-    go through the model at once and share one stream, so a row's draw depends on the rows beside it. A prompt is computed
-    once for its G completions, and every `stretch` tokens the rows that have ended are dropped: same distribution. With `kept`, the
-    next turn of a dialogue computes only what is new in its prompt: see `keep`.
-    The model comes back as it was: train/eval mode of every submodule, generation config.
+    prompts: P non-empty lists of token ids; seeds: P ints. Returns P*G lists of token ids, prompt-major. Each includes its end token
+    if one was sampled; a completion that does not end in one of `eos_ids` was cut off by `max_new_tokens`. temperature 0 is greedy.
+    The completions of a prompt depend on its ids, its seed, `max_new_tokens` and the weights, but for rounding not on the prompts beside it:
+    one call or many, one process or several come to the same. The caller's random stream stays where it was.
+    All rows go through the model at once. A prompt is computed once for its G completions and its keys and values are held once
+    (`hold_once`); every `stretch` tokens the rows that have ended are dropped. With `kept`, the next turn of a dialogue computes
+    only what is new in its prompt: see `keep`. The model comes back as it was: train/eval mode of every submodule, configs.
 
     >>> sample(model, [[5, 6], [7]], 2, max_new_tokens=3, temperature=1.0, eos_ids=[1], pad_id=0,
-    ...        seed=0)                                                                           # doctest: +SKIP
+    ...        seeds=[0, 1])                                                                      # doctest: +SKIP
     [[9, 1], [9, 8, 7], [4, 1], [1]]
     """
     if not prompts:
         return []
-    eos_ids = sorted(eos_ids)
+    assert len(seeds) == len(prompts), f"{len(prompts)} prompts need as many seeds, not {len(seeds)}"
+    eos_ids, device, config = sorted(eos_ids), model.device, model.get_decoder().config
+    uniform_BT = torch.cat([torch.rand(G, max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+                            for seed in seeds]).to(device)
+
+    def draw(ids_BL, logits_BV):
+        """As scores for argmax, the first token whose cumulative probability exceeds the row's own number in [0, 1). generate()'s own
+        draw takes random numbers for all tokens of all rows from one stream: slower, and no row could be dropped without changing others."""
+        total_BV = (logits_BV / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        if not total_BV[:, -1].isfinite().all():
+            raise FloatingPointError("the probabilities of the next token are no numbers")
+        number_B1 = uniform_BT[going, ids_BL.shape[1] - L, None] * total_BV[:, -1:]  # the last one is 1 but for rounding
+        return torch.zeros_like(logits_BV).scatter_(1, torch.searchsorted(total_BV, number_B1, right=True), 1)
+
     # generate() fills everything that is not passed from model.generation_config: Qwen2.5 ships top_k 20, top_p 0.8,
     # repetition_penalty 1.05, others ban or force tokens. Each of these makes the sampler another distribution than
-    # the one in the loss, and passing None does not switch it off. So generate() sees an empty config, and the
-    # one default of transformers itself that cuts the distribution (top_k 50) is overruled below.
-    if temperature == 0:
-        sampling = dict(do_sample=False)
-    else:
-        sampling = dict(do_sample=True, temperature=float(temperature), top_k=0, top_p=1.0, repetition_penalty=1.0)
-    generation_config = model.generation_config
+    # the one in the loss, and passing None does not switch it off. So generate() sees an empty config.
+    generation_config, attention_name = model.generation_config, getattr(config, "_attn_implementation", None)
     modes = [(module, module.training) for module in model.modules()]
-    device = model.device
+    # To hold a prompt once, its attention must be in our hands. Where it cannot be, a prompt is repeated for its completions.
+    once = not counts_columns(model) and attention_name == "sdpa" and model._can_set_attn_implementation()
     try:
         model.generation_config = type(generation_config)()
         model.eval()  # no dropout, and gradient checkpointing, which would switch the cache off, is for train mode only
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            ids, attention, cache = prefill(model, prompts, G, pad_id, kept)
-            completions = [[] for _ in ids]
-            going = list(range(len(ids)))  # rows without an end token yet; all of them are equally long
-            while going:
-                length = len(completions[going[0]])
-                make_room(cache, stretch)
-                out = model.generate(
-                    input_ids=ids, attention_mask=attention, cache=cache, use_cache=True, **sampling,
-                    max_new_tokens=min(stretch, max_new_tokens - length), eos_token_id=eos_ids or None, pad_token_id=pad_id,
-                )
-                stay = []
-                for i, new in enumerate(out[:, ids.shape[1]:].tolist()):
-                    # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself.
-                    # A row without an end token holds no pads, because generate() pads a row only after its end.
-                    end = next((t + 1 for t, token in enumerate(new) if token in eos_ids), None)
-                    completions[going[i]] += new[:end]
-                    if end is None and length + len(new) < max_new_tokens:
-                        stay.append(i)
-                attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)
-                ids = out
-                if len(stay) < len(ids):  # most rows end early, and generate() would compute them on with the longest
-                    going = [going[i] for i in stay]
-                    stay = torch.tensor(stay, dtype=torch.long, device=device)
-                    attention, ids = attention[stay], ids[stay]
-                    if cache is not None and going:
-                        for layer in getattr(cache, "layers", []):
-                            vars(layer).pop("update", None)  # it holds buffers of all rows
-                        cache.batch_select_indices(stay)
+        ids, attention, cache = prefill(model, prompts, 1 if once else G, pad_id, kept)
+        if once:
+            ids, attention, once = ids.repeat_interleave(G, 0), attention.repeat_interleave(G, 0), cache is not None
+        completions, L = [[] for _ in ids], ids.shape[1]
+        going = stay = torch.arange(len(ids), device=device)  # rows without an end token yet; all of them are equally long
+        prompt_B = going // G
+        while len(going):
+            length = ids.shape[1] - L
+            if once:
+                prompt_B = hold_once(cache, attention, prompt_B, stay, stretch)
+                config._attn_implementation = "behind_prompts"
+            out = model.generate(
+                input_ids=ids, attention_mask=attention, cache=cache, use_cache=True, do_sample=False,
+                logits_processor=[draw] if temperature else [], eos_token_id=eos_ids or None, pad_token_id=pad_id,
+                max_new_tokens=min(max_new_tokens - length, max_new_tokens if cache is None else stretch),  # else all is computed anew
+            )
+            if once and not all(layer.asked for layer in cache.layers):  # it attends in a way of its own; what it has sampled is worthless
+                for layer in cache.layers:
+                    del layer.update, layer.get_seq_length
+                cache.batch_repeat_interleave(G)
+                once, config._attn_implementation = False, attention_name
+                continue
+            stay = []
+            for i, (b, new) in enumerate(zip(going.tolist(), out[:, ids.shape[1]:].tolist())):
+                # Cut behind the first end token, by id. Never by the pad: in many models it is the end token itself.
+                # A row without an end token holds no pads, because generate() pads a row only after its end.
+                end = next((t + 1 for t, token in enumerate(new) if token in eos_ids), None)
+                completions[b] += new[:end]
+                if end is None and length + len(new) < max_new_tokens:
+                    stay.append(i)
+            attention = torch.cat([attention, attention.new_ones(len(ids), out.shape[1] - ids.shape[1])], 1)
+            # Most rows end early, and generate() would compute them on with the longest.
+            stay = torch.tensor(stay, dtype=torch.long, device=device)
+            if not once and cache is not None and 0 < len(stay) < len(ids):
+                cache.batch_select_indices(stay)
+            ids, attention, going, prompt_B = out[stay], attention[stay], going[stay], prompt_B[stay]
     finally:
         model.generation_config = generation_config
+        if attention_name:
+            config._attn_implementation = attention_name
         for module, mode in modes:
             module.training = mode
     return completions
 
 
-def make_room(cache, columns):
-    """Let the next `columns` tokens be written behind what the cache holds, in place: by itself it copies all keys and values for
-    every token. Without gradient; layers with a sliding window stay as they are.
+def hold_once(cache, attention_BL, prompt_B, stay_B, columns):
+    """Let the next `columns` tokens of B rows be decoded behind prompts whose keys and values are held once for all of their rows: what is
+    new is written in place into buffers of the rows' own, and `attend` reads both. A repeated prompt would be read G times for every
+    token, and by itself a cache copies all that it holds for every token. Whether `attend` was asked stands in `asked` of each layer.
+
+    attention_BL: (B, L) int64; prompt_B: (B,) int64, ascending, which row of the cache is a row's prompt; stay_B: (B,) int64, which
+    of the rows before it was. Returns prompt_B anew, because prompts whose rows have all ended are dropped. For caches of ordinary layers only.
     """
     import weakref
+    from transformers import AttentionInterface
+    AttentionInterface.register("behind_prompts", attend)
+    alive_P, prompt_B = prompt_B.unique(return_inverse=True)
+    if len(alive_P) < len(cache.layers[0].keys):
+        cache.batch_select_indices(alive_P)
+    P, _, K, _ = cache.layers[0].keys.shape
+    first_P = torch.searchsorted(prompt_B, torch.arange(P, device=prompt_B.device))
+    slot_B = torch.arange(len(prompt_B), device=prompt_B.device) - first_P[prompt_B]  # its number among those of its prompt
+    G, hidden_P11K = int(slot_B.max()) + 1, attention_BL[first_P, None, None, :K] == 0
+    # -inf would be NaN where all is hidden, a prompt of one token.
+    bias_P11K = torch.zeros(hidden_P11K.shape, device=prompt_B.device).masked_fill(hidden_P11K, torch.finfo(torch.float32).min)
 
     def write_in_place(layer):
         layer = weakref.proxy(layer)  # a cycle would keep the old buffers until the garbage collector comes by
-        start = layer.keys.shape[2]
-        keys, values = (torch.cat([x, x.new_empty(*x.shape[:2], columns, x.shape[3])], 2) for x in (layer.keys, layer.values))
-        layer.keys, layer.values = keys[:, :, :start], values[:, :, :start]  # the old ones go now, one layer after the other
+        own = vars(layer).get("own") or [x.new_empty(len(stay_B), x.shape[1], 0, x.shape[3]) for x in (layer.keys, layer.values)]
+        room = [torch.cat([x[stay_B], x.new_empty(len(stay_B), x.shape[1], columns, x.shape[3])], 2) for x in own]
+        layer.own, layer.asked = [x[:, :, :own[0].shape[2]] for x in room], False
 
-        def update(new_keys, new_values, *args, **kwargs):
-            start = layer.keys.shape[2]
-            end = start + new_keys.shape[2]
-            keys[:, :, start:end], values[:, :, start:end] = new_keys, new_values
-            layer.keys, layer.values = keys[:, :, :end], values[:, :, :end]
-            return layer.keys, layer.values
+        def update(*new, **kwargs):
+            start = layer.own[0].shape[2]
+            for buffer, x in zip(room, new):
+                buffer[:, :, start:start + x.shape[2]] = x
+            layer.own = [buffer[:, :, :start + new[0].shape[2]] for buffer in room]
+            layer.own[0].behind = layer, bias_P11K, prompt_B, slot_B, G
+            return layer.own
         return update
 
-    for layer in getattr(cache, "layers", []):
-        if type(layer).__name__ == "DynamicLayer" and layer.is_initialized:
-            layer.update = write_in_place(layer)
+    for layer in cache.layers:
+        layer.update = write_in_place(layer)
+        layer.get_seq_length = lambda layer=weakref.proxy(layer): layer.keys.shape[2] + layer.own[0].shape[2]
+    return prompt_B
+
+
+def attend(module, query_BH1D, key_BNTD, value_BNTD, attention_mask=None, scaling=None, **kwargs):
+    """Attention of one new token of each row to its prompt (`hold_once`) and to the T tokens of its own: (B, 1, H, D), None, as from the
+    attention functions of transformers. The two parts have a softmax each, weighed by the sums that these divide by.
+
+    The completions of a prompt ask its keys together, as one product of matrices. Source: Hydragen, arXiv 2402.05099, section 3.
+    """
+    layer, bias_P11K, prompt_B, slot_B, G = getattr(key_BNTD, "behind", [None] * 5)
+    if layer is None or value_BNTD is not layer.own[1]:  # a model that changes what the cache gave it: see `asked`
+        return query_BH1D.transpose(1, 2), None
+    layer.asked, keys_PNKD, values_PNKD = True, layer.keys, layer.values
+
+    def part(score, value):
+        """(attention, log of the sum of exp(score)); the largest weight gives it without a second pass of exp."""
+        weight = score.softmax(-1)
+        return weight @ value.float(), score.amax(-1, keepdim=True) - weight.amax(-1, keepdim=True).log()
+
+    with torch.autocast(key_BNTD.device.type, enabled=False):  # scores in float32, as in the kernels that this replaces
+        (B, H, _, D), (P, N, _, _) = query_BH1D.shape, keys_PNKD.shape
+        query_BNhD = (query_BH1D.float() * (D ** -0.5 if scaling is None else scaling)).reshape(B, N, H // N, D)
+        query_PGNhD = query_BNhD.new_zeros(P, G, N, H // N, D)
+        query_PGNhD[prompt_B, slot_B] = query_BNhD
+        behind = part(query_PGNhD.transpose(1, 2).flatten(2, 3) @ keys_PNKD.float().mT + bias_P11K, values_PNKD)
+        behind, log_sum = (x.unflatten(2, (G, H // N)).transpose(1, 2)[prompt_B, slot_B] for x in behind)
+        own, own_log_sum = part(query_BNhD @ key_BNTD.float().mT, value_BNTD)
+        return own.lerp(behind, (log_sum - own_log_sum).sigmoid()).reshape(B, 1, H, -1).to(value_BNTD.dtype), None
 
 
 def prefill(model, prompts, G, pad_id, kept=None):

@@ -284,10 +284,10 @@ class Policy:
         with self.compute():
             return shared_logprobs(self.model, prompts, completions, self.settings.temperature, self.pad_id)
 
-    def sample(self, prompts: list[list[int]], G: int, seed: int, temperature: float | None = None, rows: int = 128,
+    def sample(self, prompts: list[list[int]], G: int, seeds: list[int], temperature: float | None = None, rows: int = 128,
                max_new_tokens: int | None = None, kept: tuple[dict, dict] | None = None) -> list[list[int]]:
-        """grpo.sample with this policy's settings, about `rows` completions at a time, those of similar prompts together (a short
-        prompt beside a long one pays for the long one)."""
+        """grpo.sample with this policy's settings and a seed for each prompt, about `rows` completions at a time, those of similar prompts
+        together (a short prompt beside a long one pays for the long one)."""
         order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
         longest = max(map(len, prompts), default=0) + (max_new_tokens or self.settings.max_new_tokens)
         rows = min(rows, 2**18 // longest)  # the cache grows with both: of a 7B model, 2**18 tokens are 22 GB
@@ -297,11 +297,9 @@ class Policy:
             try:
                 with torch.no_grad(), self.compute():
                     new = sample(self.model, [prompts[p] for p in chunk], G, eos_ids=self.eos_ids, pad_id=self.pad_id,
-                                 max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seed=stream(seed, k), kept=kept,
+                                 max_new_tokens=max_new_tokens or self.settings.max_new_tokens, seeds=[seeds[p] for p in chunk], kept=kept,
                                  temperature=self.settings.temperature if temperature is None else temperature)
-            except RuntimeError as error:
-                if "probability tensor" not in str(error):
-                    raise
+            except FloatingPointError as error:
                 raise UserError("the policy is broken: its probabilities are no numbers. Take an earlier checkpoint, or a lower --lr") from error
             for i, p in enumerate(chunk):
                 completions_B[p * G:(p + 1) * G] = new[i * G:(i + 1) * G]
@@ -319,7 +317,7 @@ class Policy:
             prompts = [self.prompt(h) for h in histories]
             fits = [i for i, prompt in enumerate(prompts) if len(prompt) <= self.settings.max_prompt]
             texts: list[str | None] = [None] * len(prompts)
-            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, stream(seed, calls), kept=(before, after))):
+            for i, completion in zip(fits, self.sample([prompts[i] for i in fits], 1, [stream(seed, calls, i) for i in fits], kept=(before, after))):
                 texts[i] = self.text(completion)
             before = after
             return texts
@@ -619,7 +617,7 @@ def grpo_step(policy: Policy, optimiser, points: list[dict], judge, settings: Se
     P, G = len(points), settings.group
     prompts_B, mine = [p["prompt"] for p in points for _ in range(G)], range(RANK, P, WORLD)
     began = time.time()
-    new = policy.sample([points[p]["prompt"] for p in mine], G, stream(settings.seed, "sample", step) + RANK)
+    new = policy.sample([points[p]["prompt"] for p in mine], G, [stream(settings.seed, "sample", step, p) for p in mine])
     ids_BT = torch.zeros(P * G, settings.max_new_tokens, dtype=torch.long)
     for b, completion in zip([p * G + g for p in mine for g in range(G)], new):
         ids_BT[b, :len(completion)] = torch.tensor(completion, dtype=torch.long) + 1
@@ -907,7 +905,7 @@ def evaluate_points(policy: Policy, judge, scenarios: list[Scenario], settings: 
     points = [p for s in scenarios for p in decision_points(s)]
     points = random.Random(0).sample(points, min(len(points), MAX_POINTS))
     points = [p for p in ({**p, "prompt": policy.prompt(p["messages"])} for p in points) if len(p["prompt"]) <= settings.max_prompt]
-    completions = policy.sample([p["prompt"] for p in points], 1, stream(settings.seed, "points"))
+    completions = policy.sample([p["prompt"] for p in points], 1, [stream(settings.seed, "points", k) for k in range(len(points))])
     figures = summarise(score_completions(policy, points, completions, judge, "conditional"), policy)
     return {"format": figures["format"], "when": figures["when"], "clarify": figures["clarify_over_due"],
             "think_tokens": figures["think_tokens"], "clarify_tokens": figures["clarify_tokens"], "judge_failed": figures["judge_failed"],
@@ -1458,7 +1456,7 @@ def local_complete(policy: Policy, requests: list) -> list[Reply]:
     prompts = [tuple(render_chat(policy.tokenizer, request.messages)) for request in requests]
     room = getattr(policy.model.config, "max_position_embeddings", math.inf)
     fits = {p: r.max_tokens for p, r in zip(prompts, requests) if len(p) + r.max_tokens <= room}  # equal prompts once
-    completions = policy.sample([list(p) for p in fits], 1, 0, 0.0, max_new_tokens=max(fits.values(), default=1))
+    completions = policy.sample([list(p) for p in fits], 1, [0] * len(fits), 0.0, max_new_tokens=max(fits.values(), default=1))
     texts = {p: policy.text(c) if c and c[-1] in policy.eos_ids else None for p, c in zip(fits, completions)}
     return [Reply(None, f"{len(p)} tokens are too long for this model") if p not in texts
             else Reply(None, "cut off") if texts[p] is None else checked(Reply(texts[p]), r) for p, r in zip(prompts, requests)]

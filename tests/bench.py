@@ -73,11 +73,14 @@ def bare_loop(model, prompts, G, steps):
     import torch
     import grpo
     with torch.no_grad():
-        ids, _, cache = grpo.prefill(model, prompts, G, 0)
-        grpo.make_room(cache, steps)
+        ids, attention, cache = grpo.prefill(model, prompts, 1, 0)
+        rows, config = torch.arange(len(prompts) * G), model.get_decoder().config
+        grpo.hold_once(cache, attention[rows // G], rows // G, rows, steps)
+        way, config._attn_implementation = config._attn_implementation, "behind_prompts"
+        ids = ids[rows // G, -1:]
         for _ in range(steps):
-            logits_BV = model(input_ids=ids[:, -1:], cache=cache, use_cache=True).logits[:, -1]
-            ids = torch.multinomial(logits_BV.softmax(-1), 1)
+            ids = model(input_ids=ids, cache=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+        config._attn_implementation = way
 
 
 def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
@@ -86,7 +89,7 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     import grpo
     model, prompts, G, c, eos_ids = build(shape, folder)
     prefill = grpo.prefill
-    how = dict(max_new_tokens=c, temperature=1.0, eos_ids=eos_ids, pad_id=0, seed=0)
+    how = dict(max_new_tokens=c, temperature=1.0, eos_ids=eos_ids, pad_id=0, seeds=range(len(prompts)))
     if part == "rollout":
         if way == "plain":
             grpo.prefill = nothing_prefilled
@@ -155,7 +158,7 @@ def measure_dialogues(shape: str, way: str, folder: str, pipe) -> None:
             prompts, before, draw = first, {}, random.Random(0)
             for _ in range(4):
                 kept = (before, {})
-                new = grpo.sample(model, prompts, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seed=0, kept=kept if way == "kept" else None)
+                new = grpo.sample(model, prompts, max_new_tokens=c, temperature=1.0, eos_ids=[], pad_id=0, seeds=range(len(prompts)), kept=kept if way == "kept" else None)
                 before = kept[1]
                 prompts = [p + n + [draw.randrange(3, 49152) for _ in range(50)] for p, n in zip(prompts, new)]
     times, forwarded = [], []

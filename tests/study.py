@@ -306,7 +306,7 @@ def look_at_thinks(run: Path, settings: Settings, count: int = 20) -> list[dict]
     rows = [{"id": p["id"], "request": next(m["content"] for m in reversed(p["messages"]) if m["role"] == "user")} for p in points]
     for when, model in (("early", settings.model), ("late", str(run))):
         policy = Policy(model, settings)
-        for row, completion in zip(rows, policy.sample([policy.prompt(p["messages"]) for p in points], 1, stream(settings.seed, "thinks"))):
+        for row, completion in zip(rows, policy.sample([policy.prompt(p["messages"]) for p in points], 1, [stream(settings.seed, "thinks", k) for k in range(count)])):
             turn = parse_turn(policy.text(completion), policy.prefilled_think)
             row[when] = {"think": turn.think, "concludes": concludes(turn.think), "asks": turn.clarify is not None}
     return rows

@@ -291,7 +291,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32():
         assert {t.dtype for p in policy.model.parameters() for t in (p, p.grad)} == {torch.float32}
         got.append((logp_BT.detach(), policy.model.get_input_embeddings().weight.grad))
         seen.clear()
-        assert len(policy.sample(prompts, 2, 0, max_new_tokens=3)) == 4 and set(seen) == {torch.bfloat16 if settings else torch.float32}
+        assert len(policy.sample(prompts, 2, [0, 1], max_new_tokens=3)) == 4 and set(seen) == {torch.bfloat16 if settings else torch.float32}
     assert 1e-4 < (got[0][0] - got[1][0]).abs().max() < 0.3
     assert all(torch.equal(a, b) for a, b in zip(got[1], got[2]))
 
@@ -385,7 +385,7 @@ def test_a_step_of_flat_groups_changes_nothing():
     before = [p.clone() for p in policy.model.parameters()]
     full = lambda items: [Verdict(dict.fromkeys(DIMENSIONS, 1), "") for _ in items]
     points = points_for(policy)
-    policy.sample = lambda prompts, G, seed: [[5, *policy.eos_ids]] * (len(prompts) * G)
+    policy.sample = lambda prompts, G, seeds: [[5, *policy.eos_ids]] * (len(prompts) * G)
     metrics, _ = grpo_step(policy, optimiser, points, full, policy.settings, 0)
     assert metrics["flat"] == 1 and all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))
 
@@ -394,7 +394,7 @@ def test_the_hidden_value_changes_no_prompt_and_no_reward(policy):
     rows = []
     for value in ("x", "y"):
         points = [{**p, "ambiguity": {**p["ambiguity"], "value": value}} for p in points_for(policy, 4)]
-        completions = policy.sample([p["prompt"] for p in points], 2, 7)
+        completions = policy.sample([p["prompt"] for p in points], 2, range(4))
         scored = speakrl.score_completions(policy, [p for p in points for _ in range(2)], completions, RuleJudge(), "conditional")
         rows.append([(r["reward"], r["format"], r["clarify"]) for r in scored])
     assert rows[0] == rows[1]
@@ -815,7 +815,7 @@ def steps_on_given_completions(folder):
         optimiser.register_step_pre_hook(lambda *_: grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()])))
         points = points_for(policy, 5)
         known = {tuple(p["prompt"]): [policy.completion(text) for text in some] for p, some in zip(points, texts)}
-        policy.sample = lambda prompts, G, seed: [c for p in prompts for c in known[tuple(p)]]
+        policy.sample = lambda prompts, G, seeds: [c for p in prompts for c in known[tuple(p)]]
         judge = lambda items: [Verdict(None, "unknown") if "when" in q else RuleJudge()([(h, q, a)])[0] for h, q, a in items]
         metrics = [grpo_step(policy, optimiser, points, judge, policy.settings, step)[0] for step in range(5)]
         for step in (speakrl.sft_step, speakrl.dpo_step):
@@ -1024,7 +1024,7 @@ def test_loop_uses_what_the_settings_say(monkeypatch):
     monkeypatch.setattr(speakrl, "row_weights", lambda *a: seen.append(("weights", *a)) or weights(*a))
     monkeypatch.setattr(speakrl, "policy_loss", lambda *a: seen.append(("loss", *a)) or loss(*a))
     words = [policy.completion(t) for t in ("<think>a</think><clarify>Which day?</clarify>", "<think>a</think>No.", "Hm", "<think>a</think>Yes.") * 2]
-    policy.sample = lambda prompts, G, seed: words * len(prompts)
+    policy.sample = lambda prompts, G, seeds: words * len(prompts)
     judge = lambda items: [Verdict(None, "outage") for _ in items]
     metrics, rows = grpo_step(policy, optimiser, points_for(policy), judge, policy.settings, 0)
     (_, lengths, known, norm, limit), = [s for s in seen if s[0] == "weights"]
@@ -1040,7 +1040,7 @@ def test_completions_rewards_and_prompts_stay_together(monkeypatch):
     a, b = points_for(policy)
     points, end = [a, b, a], policy.end_id
     scripted = [[0, 7, end], [9, 0, 0, end], [11, end], [], [13, 5, end], [0]]
-    policy.sample = lambda prompts, G, seed: scripted
+    policy.sample = lambda prompts, G, seeds: scripted
     trained, adv = [], []
     real, group = policy.logprobs, speakrl.group_advantages
     policy.logprobs = lambda prompts, completions: trained.append((prompts, completions)) or real(prompts, completions)
@@ -1067,7 +1067,7 @@ def test_a_step_whose_rewards_are_all_unknown_moves_nothing():
     policy, optimiser = fresh(Settings().model, group=4)
     grpo_step(policy, optimiser, points_for(policy), lambda items: [Verdict(dict.fromkeys(DIMENSIONS, k % 5 + 1), "") for k, _ in enumerate(items)], policy.settings, 0)
     before = [p.clone() for p in policy.model.parameters()]
-    policy.sample = lambda prompts, G, seed: [policy.completion("<think>a</think><clarify>Which day?</clarify>")] * (len(prompts) * G)
+    policy.sample = lambda prompts, G, seeds: [policy.completion("<think>a</think><clarify>Which day?</clarify>")] * (len(prompts) * G)
     metrics, rows = grpo_step(policy, optimiser, points_for(policy), lambda items: [Verdict(None, "outage") for _ in items], policy.settings, 1)
     assert (metrics["judge_failed"], metrics["flat"], metrics["grad_norm"], metrics["reward"]) == (8, 1.0, 0.0, None)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters()))

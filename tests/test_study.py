@@ -217,7 +217,7 @@ def test_what_is_barred_is_not_written():
     """At the end of a think that says so, the base asks."""
     policy = Policy(Settings().model, Settings(max_new_tokens=24))
     prompt = policy.prompt(HISTORY) + policy.tokenizer.encode("<think>Ask the user.</think>", add_special_tokens=False)
-    write = lambda: policy.text(policy.sample([prompt], 1, 0, 0.0)[0])
+    write = lambda: policy.text(policy.sample([prompt], 1, [0], 0.0)[0])
     free = write()
     study.bar(policy)
     assert "<clarify>" in free and "<clarify>" not in write(), (free, write())
