@@ -16,8 +16,9 @@ The two baselines put another loss in the place of `policy_loss`. Their completi
 
 Axis suffixes: _P prompts, _G completions of one prompt, _B = P*G rows in prompt-major order (p0 g0, p0 g1, ..., p1 g0),
 _T completion tokens, _V vocabulary, _N trajectories or pairs of them; in `shared_logprobs` _R rows of _F tokens
-behind _L of prompts. Copy functions out: they need torch and nothing else here, but that `prefill` needs `counts_columns`, `keep` and
-`recall`, and these `join`; `sample` also `prefill` and `make_room`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
+behind _L of prompts; in `attend` _N heads of keys and values, _h of queries for each, _K tokens of a prompt, _D numbers. Copy functions out:
+they need torch and nothing else here, but that `prefill` needs `counts_columns`, `keep` and `recall`, and these `join`; `sample` also
+`prefill`, `hold_once` and `attend`, and `shared_logprobs` also `prefill`, `head_logprobs` and `token_logprobs`.
 `checkpoint_layers` trades time for memory in all of them. Tested with transformers 5.24: older ones say past_key_values for `cache`.
 Left out: the optimiser, micro-batching, rewards, and everything about text. This file sees token ids and numbers.
 

@@ -8,7 +8,7 @@ others. TRL is tried for one step with 1, 4, 8 and 16 rows a device batch (the m
 runs in turn with the others at the fastest of these. "forwarded" are the tokens that went through the network. "of the limit" compares
 with this machine: in the update, the products that were needed (6 for each weight and forwarded token, 8 for the output head, which
 runs once more; attention's own left out) with the rate of a large product of matrices; in the rollout, the seconds with a bare loop
-that does nothing but forward B rows token by token, on prompts that were computed once. The optimiser's own time is left out
+that does nothing but forward B rows token by token, on prompts that were computed once and are held once. The optimiser's own time is left out
 everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
 `--dialogues`: whole dialogues in evaluation, in minutes, with `grpo.keep` and with every prompt computed anew. `--profile`: what the update and the
@@ -93,7 +93,7 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     if part == "rollout":
         if way == "plain":
             grpo.prefill = nothing_prefilled
-        run = lambda: grpo.sample(model, prompts, G, **how, **({"stretch": c} if way == "plain" else {}))
+        run = lambda: grpo.sample(model, prompts, G, **how)
     else:
         completions = grpo.sample(model, prompts, G, **how) if eos_ids else torch.randint(3, 49152, (len(prompts) * G, c)).tolist()
         weight_B, adv_B = torch.full((len(completions),), 0.01), torch.linspace(-1, 1, len(completions))

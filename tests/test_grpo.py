@@ -47,11 +47,11 @@ def tiny(kind="llama", dropout=0.0, vocab=V):
                  num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
                  bos_token_id=None, eos_token_id=None, pad_token_id=None, initializer_range=0.2)
     own = {"Gemma2": dict(sliding_window=8, final_logit_softcapping=3.0, query_pre_attn_scalar=16), "Cohere": dict(logit_scale=0.3),
-           "Granite": dict(logits_scaling=4.0), "MiniMax": dict(layer_types=["full_attention"] * 2), "Falcon": dict(alibi=True), "DiffLlama": dict(num_key_value_heads=2), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
+           "Granite": dict(logits_scaling=4.0), "MiniMax": dict(layer_types=["full_attention"] * 2), "Falcon": dict(alibi=kind == "falcon"), "DiffLlama": dict(num_key_value_heads=2), "GPT2": dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout),
            "GPTNeo": dict(window_size=8, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])}
-    if kind == "falcon":
+    if kind in ("falcon", "rotary falcon"):
         del sizes["head_dim"]
-    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3", "minimax": "MiniMax"}.get(kind, kind[:1].upper() + kind[1:])
+    name = {"gpt2": "GPT2", "gptneo": "GPTNeo", "qwen2": "Qwen2", "qwen3": "Qwen3", "minimax": "MiniMax", "rotary falcon": "Falcon"}.get(kind, kind[:1].upper() + kind[1:])
     config = getattr(transformers, name + "Config")(**{**sizes, **own.get(name, {})})
     return getattr(transformers, name + ("LMHeadModel" if kind == "gpt2" else "ForCausalLM"))(config).eval()
 
@@ -560,9 +560,12 @@ def test_states_that_cannot_be_repeated_take_the_plain_path():
         logp, mask = shared_logprobs(model, prompts, completions, 0.6)
     want, mask_want = token_logprobs(model, prompts, completions, 0.6)
     assert torch.equal(logp, want) and torch.equal(mask, mask_want)
-    how = dict(max_new_tokens=3, temperature=0, eos_ids=[], pad_id=0)
+    how, seen = dict(max_new_tokens=3, temperature=0, eos_ids=[], pad_id=0, stretch=1), []
     with pytest.warns(UserWarning, match="cannot be repeated"):
-        assert sample(model, prompts[:1], 2, **how) == sample(model, prompts[:1], 1, **how) * 2
+        one = sample(model, prompts[:1], 1, **how)
+        model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+        assert sample(model, prompts[:1], 2, **how) == one * 2
+    assert seen == [8, 9, 1, 1]  # tried; then the prompt once, not once a stretch
     minimax = tiny("minimax")  # it keeps recurrent states beside ordinary layers
     with pytest.warns(UserWarning, match=r"cannot be repeated \(MiniMaxCache\)"):
         assert torch.equal(shared_logprobs(minimax, prompts, completions, 0.6)[0], token_logprobs(minimax, prompts, completions, 0.6)[0])
@@ -989,6 +992,7 @@ def test_prompts_are_held_once(kind, monkeypatch):
 
     def generate(cache, **kwargs):
         out = real(cache=cache, **kwargs)
+        assert once or len(cache.layers[0].keys) == len(kwargs["input_ids"])
         if once:
             keys, own, rows = cache.layers[0].keys, cache.layers[0].own[0], len(kwargs["input_ids"])
             seen.append((len(keys), rows, len(own), own.shape[2], weakref.ref(own)))
@@ -1011,9 +1015,9 @@ def test_prompts_are_held_once(kind, monkeypatch):
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("kind", ["DiffLlama", "JetMoe"])
+@pytest.mark.parametrize("kind", ["DiffLlama", "JetMoe", "rotary falcon"])
 def test_a_model_that_attends_in_a_way_of_its_own_gets_its_prompts_repeated(kind):
-    """The one splits values on the way to attention, the other repeats keys."""
+    """The first one splits values on the way to attention, the second repeats keys, the third calls torch by itself."""
     model, how = tiny(kind), {**HOW, "max_new_tokens": 10, "stretch": 4}
     got = sample(model, PROMPTS, 2, **how)
     assert model.config._attn_implementation == "sdpa"
@@ -1152,6 +1156,24 @@ def test_every_token_of_the_vocabulary_can_be_sampled():
     model.lm_head.weight.mul_(0.1)  # all tokens about equally likely
     completions = sample(model, [[1]], 64, max_new_tokens=20, temperature=1.0, eos_ids=[], pad_id=0)
     assert {token for c in completions for token in c} == set(range(64)) and {len(c) for c in completions} == {20}
+
+
+@pytest.mark.parametrize("number, want", [(0.0, 1), (1 - 2 ** -53, 48)])
+def test_the_ends_of_the_unit_interval_draw_what_has_a_chance(number, want, monkeypatch):
+    """Tokens 0 and 49 have none, 48 has 2e-9: less than float32 can tell from 0 beside a sum of 1."""
+    model = tiny()
+    logits = torch.tensor([-torch.inf, *[0.] * (V - 3), -16., -torch.inf])
+    model.lm_head.forward = lambda hidden: logits.expand(*hidden.shape[:2], V)
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype, generator: torch.full(size, number, dtype=dtype))
+    assert sample(model, PROMPTS, 2, **{**HOW, "eos_ids": []}) == [[want] * 6] * 4
+
+
+@pytest.mark.parametrize("logit", [NAN, torch.inf])
+def test_logits_that_are_no_numbers_are_not_sampled(logit):
+    model = tiny()
+    model.lm_head.forward = lambda hidden: torch.full((*hidden.shape[:2], V), logit)
+    with pytest.raises(FloatingPointError, match="no numbers"):
+        sample(model, PROMPTS, 2, **HOW)
 
 
 def test_a_call_is_reproducible_and_leaves_the_random_stream_alone():

@@ -885,6 +885,8 @@ def test_two_processes_resume_exactly_and_share_the_optimiser(tmp_path):
     assert any(not torch.equal(a[k], start[k]) for k in start if k in a), "nothing was learnt: the test could not fail"
     samples = lines(tmp_path / "a" / "samples.jsonl")
     assert len(samples) == 2 * 3 * 4 and len({s["id"] for s in samples if s["step"] == 1}) == 3  # those of both processes
+    assert main(["train", "--steps", "1", "--out", str(tmp_path / "one"), *FLAGS, "--prompts=3", "--lr=1e-3"]) == 0
+    assert [s["text"] for s in lines(tmp_path / "one" / "samples.jsonl")] == [s["text"] for s in samples if s["step"] == 1]  # what one would draw
     # One process goes on with what two have written, the moments of both among it.
     assert main(["train", "--steps", "3", "--out", str(tmp_path / "zero"), "--resume"]) == 0
     alone = tensors(tmp_path / "zero" / "checkpoints" / "step-000003")
