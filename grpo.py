@@ -187,11 +187,12 @@ def attend(module, query_BH1D, key_BNTD, value_BNTD, attention_mask=None, scalin
 
     with torch.autocast(key_BNTD.device.type, enabled=False):  # scores in float32, as in the kernels that this replaces
         (B, H, _, D), (P, N, _, _) = query_BH1D.shape, keys_PNKD.shape
-        query_BNhD = (query_BH1D.float() * (D ** -0.5 if scaling is None else scaling)).reshape(B, N, H // N, D)
-        query_PGNhD = query_BNhD.new_zeros(P, G, N, H // N, D)
-        query_PGNhD[prompt_B, slot_B] = query_BNhD
-        behind = part(query_PGNhD.transpose(1, 2).flatten(2, 3) @ keys_PNKD.float().mT + bias_P11K, values_PNKD)
-        behind, log_sum = (x.unflatten(2, (G, H // N)).transpose(1, 2)[prompt_B, slot_B] for x in behind)
+        h = H // N
+        query_BNhD = (query_BH1D.float() * (D ** -0.5 if scaling is None else scaling)).reshape(B, N, h, D)
+        query_PNGhD = query_BNhD.new_zeros(P, N, G, h, D)
+        query_PNGhD[prompt_B, :, slot_B] = query_BNhD
+        behind = part(query_PNGhD.view(P, N, G * h, D) @ keys_PNKD.float().mT + bias_P11K, values_PNKD)
+        behind, log_sum = (x.view(P, N, G, h, -1)[prompt_B, :, slot_B] for x in behind)
         own, own_log_sum = part(query_BNhD @ key_BNTD.float().mT, value_BNTD)
         return own.lerp(behind, (log_sum - own_log_sum).sigmoid()).reshape(B, 1, H, -1).to(value_BNTD.dtype), None
 
@@ -371,7 +372,9 @@ def shared_logprobs(model, prompts, completions, temperature, pad_id=0):
 
     source_N = torch.cat([r * F + columns for r, columns in enumerate(source)]).to(model.device)
     tokens_N = torch.tensor([token for completion in completions for token in completion], dtype=torch.long, device=model.device)
-    logp_N = head_logprobs(model, type(out), out.last_hidden_state.flatten(0, 1)[source_N], tokens_N, temperature)
+    # index_select, not [source_N]: a prompt's last token is in there G times, and the backward pass of [] adds up in whatever order its threads come.
+    hidden_ND = out.last_hidden_state.flatten(0, 1).index_select(0, source_N)
+    logp_N = head_logprobs(model, type(out), hidden_ND, tokens_N, temperature)
     lengths_B = torch.tensor([len(completion) for completion in completions], device=model.device)
     mask_BT = torch.arange(int(lengths_B.max()), device=model.device) < lengths_B[:, None]
     return torch.zeros(mask_BT.shape, device=model.device).masked_scatter(mask_BT, logp_N), mask_BT
@@ -391,7 +394,7 @@ def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_by
 
     hidden_ND: (N, D), the last hidden states of model.get_decoder(); output_type: the class it returned them in; tokens_N: (N,)
     int64. Returns logp_N, float32, with gradient. Logits are made for a chunk of tokens at a time (their float32 take
-    chunk_bytes, and a few such tensors live at once), and again in the backward pass instead of being kept.
+    chunk_bytes, and a few such tensors live at once), and, if there are several, again in the backward pass instead of being kept.
     """
     decoder = model.get_decoder()
 
@@ -409,6 +412,8 @@ def head_logprobs(model, output_type, hidden_ND, tokens_N, temperature, chunk_by
         return logits_nV.gather(-1, tokens_n[:, None])[:, 0] - logits_nV.logsumexp(-1)
 
     n = max(1, chunk_bytes // (4 * len(model.get_output_embeddings().weight)))
+    if len(tokens_N) <= n:
+        return logprobs(hidden_ND, tokens_N)
     return torch.cat([torch.utils.checkpoint.checkpoint(logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
                       for chunk in zip(hidden_ND.split(n), tokens_N.split(n))])
 

@@ -6,8 +6,8 @@ and in one run, each measurement in a process of its own, so that its peak of me
 less often if that takes over two minutes, and the fastest counts, since a process meets most of its memory for the first time in the
 others. TRL is tried for one step with 1, 4, 8 and 16 rows a device batch (the moments of AdamW are not yet in its memory then), and
 runs in turn with the others at the fastest of these. "forwarded" are the tokens that went through the network. "of the limit" compares
-with this machine: in the update, the products that were needed (6 for each weight and forwarded token, 8 for the output head, which
-runs once more; attention's own left out) with the rate of a large product of matrices; in the rollout, the seconds with a bare loop
+with this machine: in the update, the products that were needed (6 for each weight and forwarded token, 8 for the output head where it
+runs once more, in chunks; attention's own left out) with the rate of a large product of matrices; in the rollout, the seconds with a bare loop
 that does nothing but forward B rows token by token, on prompts that were computed once and are held once. The optimiser's own time is left out
 everywhere, its memory is not. Times are of this machine and noisy: compare within a run.
 
@@ -129,7 +129,8 @@ def measure(shape: str, part: str, way: str, folder: str, pipe) -> None:
     else:
         head = model.get_output_embeddings().weight.numel()
         body = sum(p.numel() for p in model.get_decoder().parameters()) - model.get_input_embeddings().weight.numel()
-        found["limit_seconds"] = (6 * body * found["forwarded"] + 8 * head * tokens) / product_rate()
+        chunks = way != "plain" and 4 * tokens * len(model.get_output_embeddings().weight) > 2 ** 26
+        found["limit_seconds"] = (6 * body * found["forwarded"] + (8 if chunks else 6) * head * tokens) / product_rate()
     if way == "profile":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             run()
