@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help=f"go on with a run of these settings that was stopped: from the last {SAVE_EVERY} steps that it saved")
     args = parser.parse_args()
     if args.gate:
-        return gate(args.gate, 100)
+        return gate(args.gate, 400)
     asked, state = {key: value for key, value in vars(args).items() if key not in ("resume", "gate", "out")}, Path(args.out) / "pretraining.safetensors"
     if args.resume:
         check_resume(state, asked)
